@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "cuda: a block's sum meets no barrier before its room is used again",
         "csrc/cuda/collective.h",
-        "__syncthreads();  // the room is used again",
+        "__syncthreads();  // before the next call overwrites the room",
         "",
         KERNELS,
     ),
@@ -294,14 +294,14 @@ MUTANTS = (
     Mutant(
         "cuda: kept tokens are written before the zeros around them",
         "csrc/cuda/kept_logits.h",
-        "  __syncthreads();  // the zeros before the numbers\n",
+        "  __syncthreads();  // the zeros must be written before the gradients\n",
         "",
         KERNELS,
     ),
     Mutant(
         "cuda: a block takes its next long span before all have read the last",
         "csrc/cuda/kept_logits.h",
-        "  __syncthreads();  // the shares are used again\n",
+        "  __syncthreads();  // before the next call overwrites the shares\n",
         "",
         KERNELS,
     ),
@@ -417,7 +417,7 @@ MUTANTS = (
         "d3s_kernels/_torch/kept_products.py",
         "total.masked_fill_(undefined.unsqueeze(1), torch.nan)",
         "total",
-        "tests/test_table.py",  # where the compiled kernels serve: a step of plain PyTorch is not compared with itself
+        "tests/test_table.py",  # with compiled kernels, so that a step of plain PyTorch is not compared with itself
         PLAIN,
     ),
     # ---- several ranks -----------------------------------------------------------------------------------------------

@@ -1,20 +1,21 @@
-// Sorts entries in shared or global memory, by the threads of a warp or of a block.
+// Sorts entries in shared or global memory. The threads of one warp, or of one block, do this together.
 #pragma once
 
 #include "collective.h"
 
 namespace d3s {
 
-// One integer to sort by: a key in the high bits, an index in the low ones, so that ties go to the lower index.
+// The integer that is sorted: a key in the high bits, and an index in the low bits. So among equal keys, the lower
+// index comes first.
 using Entry = unsigned long long;
 
-// A warp runs this code only for the rare segment that is longer than the caller said, so the warp's code is kept
-// small.
+// How many times loops are unrolled. A warp runs this code only for the rare segment that is longer than the caller
+// declared, so its loops are not unrolled, to keep the code small.
 template <class Group>
 constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
-// Sorts n entries, for any n. Every exchange puts the smaller entry first. So padding with the largest entry would
-// never move, and is left out.
+// Sorts n entries; n need not be a power of two. Every exchange puts the smaller entry first. Padding with the largest
+// possible entry would therefore never move, so there is no padding.
 template <class Group>
 __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;
@@ -28,7 +29,7 @@ __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   const int pairs = log_padded > 0 ? 1 << (log_padded - 1) : 0;
   for (int log_half = 0; log_half < log_padded; ++log_half) {
 #pragma unroll kTurns
-    for (int i = group.rank; i < pairs; i += group.size) {  // compares the first half with the reversed second half
+    for (int i = group.rank; i < pairs; i += group.size) {  // compares each first half with its reversed second half
       const int begin = i >> log_half << log_half, place = i - begin;
       order(2 * begin + place, 2 * begin + (2 << log_half) - 1 - place);
     }

@@ -1,5 +1,6 @@
-// Sums, maxima and scans over the threads of a warp or of a block, always in the same order. CUB does not promise the
-// order of its sums, and the emulation (tests/cuda_shim) would need its own version of CUB.
+// Sums, maxima and scans over the threads of a warp or of a block. Their operations always run in the same order. CUB
+// is not used here: it does not promise the order of its sums, and the emulation (tests/cuda_shim) would need its own
+// version of CUB.
 #pragma once
 
 #include "cuda.h"
@@ -25,7 +26,7 @@ struct Min {
   }
 };
 
-// A butterfly reduction: all lanes get the same bits.
+// A butterfly reduction. The results of all lanes are bitwise equal.
 template <class T, class Op>
 __device__ __forceinline__ T warp_reduce(T value, const Op& op) {
 #pragma unroll
@@ -33,7 +34,7 @@ __device__ __forceinline__ T warp_reduce(T value, const Op& op) {
   return value;
 }
 
-// The sum over the lanes up to this one.
+// Returns the sum over the lanes up to and including this lane.
 template <class T>
 __device__ __forceinline__ T warp_inclusive_sum(T value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -45,7 +46,7 @@ __device__ __forceinline__ T warp_inclusive_sum(T value) {
   return value;
 }
 
-// Returns the sum over the lanes before this one. Leaves in `value` the sum that includes this lane.
+// Returns the sum over the lanes before this lane. Adds this sum to `value`.
 template <class T>
 __device__ __forceinline__ T warp_exclusive_sum(T& value) {
   value = warp_inclusive_sum(value);
@@ -53,10 +54,10 @@ __device__ __forceinline__ T warp_exclusive_sum(T& value) {
   return threadIdx.x % kWarp > 0 ? before : T{};
 }
 
-// One warp that works by itself. `rank` is a thread's lane.
+// A single warp as a group of threads. `rank` is the lane of a thread.
 struct WarpGroup {
   static constexpr int kSharedBytes = 0;
-  static constexpr int kMostThreads = 4 * kWarp;  // of a block; it has several such warps
+  static constexpr int kMostThreads = 4 * kWarp;  // the most threads of a block, which has several such warps
 
   int rank, size = kWarp;
 
@@ -67,12 +68,12 @@ struct WarpGroup {
   __device__ T reduce(T value, const Op& op) const {
     return warp_reduce(value, op);
   }
-  // The sum over the threads before this one.
+  // Returns the sum over the threads before this thread.
   template <class T>
   __device__ T exclusive_sum(T value) const {
     return warp_exclusive_sum(value);
   }
-  // The same, and in `total` the sum over all threads.
+  // Does the same, and sets `total` to the sum over all threads.
   template <class T>
   __device__ T exclusive_sum(T value, T& total) const {
     const T before = warp_exclusive_sum(value);
@@ -83,8 +84,9 @@ struct WarpGroup {
 
 // The whole block. Its size must be a power of two, and at least kWarp.
 //
-// Sums of floats depend on the order, so the sums of warps are added up in turn. For other numbers the order does not
-// matter, so one warp adds them up, which takes a fifth of the code.
+// Floating-point sums depend on the order, so each thread adds up the sums of the warps one after the other. For
+// integers the order does not matter, so the lanes of a warp reduce the values of all warps by shuffles. This takes a
+// fifth of the code.
 struct BlockGroup {
   static constexpr int kSharedBytes = kWarp * 8;  // one value for each warp
   static constexpr int kMostThreads = 1024;
@@ -111,7 +113,7 @@ struct BlockGroup {
       total = of_warps[0];
       for (int warp = 1; warp < warps(); ++warp) total = op(total, of_warps[warp]);
     }
-    __syncthreads();  // the room is used again
+    __syncthreads();  // before the next call overwrites the room
     return total;
   }
 
@@ -121,7 +123,7 @@ struct BlockGroup {
     return exclusive_sum(value, total);
   }
 
-  // The same, and the sum over all threads.
+  // Returns the sum over the threads before this thread, and sets `total` to the sum over all threads.
   template <class T>
   __device__ T exclusive_sum(T value, T& total) const {
     T up_to = value;
@@ -146,15 +148,15 @@ struct BlockGroup {
     return earlier + before;
   }
 
-  // The sum over all threads of the warps before this one. All lanes of a warp get the same value.
+  // Returns the sum over all threads of the warps before this warp. All lanes of a warp get the same value.
   template <class T>
   __device__ T sum_before_warp(T value) const {
     const T own = warp_reduce(value, Sum());
     return __shfl_sync(kAllLanes, exclusive_sum(rank % kWarp == 0 ? own : T{}), 0);
   }
 
-  // The warp's stretch [from, to) of [begin, end). Stretches are in the order of the warps. So a warp that goes through
-  // its stretch in order only needs to know what the warps before it counted.
+  // Cuts [begin, end) into one stretch for each warp, in the order of the warps, and sets [from, to) to this warp's
+  // stretch. So a warp that goes through its stretch in order only needs to know what the warps before it counted.
   template <class Int>
   __device__ void warp_stretch(Int begin, Int end, Int& from, Int& to) const {
     const int log_warps = 31 - __clz(warps());

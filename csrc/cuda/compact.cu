@@ -1,10 +1,11 @@
-// compact: the indices of a mask's true values, in row-major order, in a tensor whose size is known beforehand.
+// compact: writes the indices of a mask's true values, in row-major order, to a tensor of fixed size.
 //
-// The first launch reads the mask and leaves a bit for each value, so that the second one reads an eighth of its bytes.
-// No block waits for another: in the second launch, each block adds up the counts of the first launch.
+// The first launch reads the mask and writes one bit, a flag, for each value. So the second launch reads an eighth of
+// the bytes of the mask. No block waits for another block: in the second launch, each block itself adds up the counts
+// that the first launch wrote.
 //
 //   launch            kernel       reads           -> writes
-//   compact           list_mask    mask            -> indices, count                (one block, where that is enough)
+//   compact           list_mask    mask            -> indices, count                (if one block is enough)
 //
 //   compact (flags)   flag_piece   mask            -> flags, counts
 //   compact           list_piece   flags, counts   -> indices, count
@@ -21,17 +22,17 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kInFlight = 4;                      // vectors that a thread loads before it uses the first
 constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp takes at a time
-constexpr int kStep = kWarps * kStretch;          // values that a block takes at a time: 4 million are 256 steps
-constexpr int kFlags = kStep / 16;                // words of flags in a step: one for each vector of 16 values
+constexpr int kStep = kWarps * kStretch;          // values that a block takes at a time; 4 million values are 256 steps
+constexpr int kFlags = kStep / 16;                // 16-bit words of flags in a step: one for each vector
 
-// For up to 8 million values a piece is one step, for more values it is several, so that a lane adds up at most 16
-// counts. This makes at most 4 blocks for each multiprocessor of an H100, with three times as many bytes in flight as
-// hide its latency.
+// For up to 8 million values, a piece is one step. For more values, a piece is several steps, so that a lane adds up at
+// most 16 counts. There are at most 4 pieces for each multiprocessor of an H100. Their blocks have three times as many
+// bytes in flight as are needed to hide the memory latency.
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
-// A mask, cut into steps and pieces. Steps are counted from the aligned address at or before the mask. Each block has
-// one piece.
+// A mask that is cut into steps, and into pieces of whole steps. The first step begins at the aligned address at or
+// before the mask's first value. Each block has one piece.
 struct Mask {
   const uint8_t* values;
   int64_t n, steps, steps_of_piece;
@@ -45,7 +46,7 @@ struct Mask {
         pieces(static_cast<int>(ceil_div(steps, steps_of_piece))) {}
 
   __device__ int64_t begin_of(int64_t step) const { return step * kStep - misalignment(values); }
-  // The block's own steps; none if it has no piece.
+  // The range of this block's steps; empty if the block has no piece.
   __device__ int64_t first_step() const { return min(blockIdx.x * steps_of_piece, steps); }
   __device__ int64_t end_step() const { return min((blockIdx.x + 1) * steps_of_piece, steps); }
 };
@@ -56,17 +57,18 @@ struct Outputs {
 
 struct Shared {
   uint16_t lists[kWarps][kStretch];
-  int counts[2][kWarps];  // neighbouring steps use different ones, so that a step needs only one barrier
+  int counts[2][kWarps];  // neighbouring steps use different arrays, so that a step needs only one barrier
 };
 
-// A bit for each byte of a word: whether it is not 0.
+// Returns one bit for each byte of a word: whether the byte is not 0.
 D3S_HOST_DEVICE uint32_t flags_of_word(uint32_t word) {
   const uint32_t tops = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
-  return tops * 0x00204081u >> 28;  // moves the top bits of the bytes next to each other
+  return tops * 0x00204081u >> 28;  // gathers the top bits of the four bytes
 }
 
-// The flags of the 16 values from `at` on. If all of them are in [from, to), they were loaded before, into `v`. Else,
-// near an end of the mask, they are read one by one, and values outside are false.
+// Returns the flags of the 16 values from index `at` on. If all of these values are in [from, to), the caller has
+// loaded them into `v`. Otherwise, an end of the mask is near: the values in [from, to) are read one by one here, and
+// the others count as false.
 __device__ uint32_t flags_of(const uint4& v, const uint8_t* values, int at, int from, int to) {
   if (at >= from && at + 16 <= to)
     return flags_of_word(v.x) | flags_of_word(v.y) << 4 | flags_of_word(v.z) << 8 | flags_of_word(v.w) << 12;
@@ -76,7 +78,7 @@ __device__ uint32_t flags_of(const uint4& v, const uint8_t* values, int at, int 
   return flags;
 }
 
-// Writes the flags of a step, and returns how many of the thread's values are true.
+// Writes the flags of a step. Returns how many of the thread's values are true.
 __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
   const int thread = static_cast<int>(threadIdx.x), first = thread / kWarp * kInFlight * kWarp + thread % kWarp;
   const uint8_t* values = mask.values + mask.begin_of(step);
@@ -100,13 +102,14 @@ __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
   return own;
 }
 
-// The place of an entry in a warp's list. If all values are true, the lanes of a warp then write to 32 banks, not to
-// one.
+// The position of an entry in a warp's list. Positions are swizzled, so that the lanes of a warp write to 32 banks, and
+// not to a single bank, if all values are true.
 D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
 
-// Writes the indices of a step's true values from indices[next] on, and returns their number. `bits` are the flags of
-// the thread's 64 values. A warp lists its true values in shared memory, then copies the list to neighbouring places.
-// So the work grows with the number of true values, and whole memory sectors are written even if all values are true.
+// Writes the indices of a step's true values to indices[next] and the slots after it. Returns how many values are true.
+// `bits` has the flags of the thread's 64 values. Each warp first lists its true values in shared memory, then copies
+// the list to neighbouring slots. So the work grows with the number of true values. If all values are true, whole
+// memory sectors are written.
 __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outputs& out, Shared& shared, int half) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int (&counts)[kWarps] = shared.counts[half];
@@ -135,7 +138,7 @@ __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outpu
   return all;
 }
 
-// Writes the count, and -1 to all places after the last index. The blocks share these places.
+// Writes the count, and writes -1 to all slots after the last index. The blocks share this work.
 __device__ void finish(int64_t total, const Outputs& out) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *out.count = total;
 #pragma unroll 1
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     list_mask(const __grid_constant__ Mask mask, const __grid_constant__ Outputs out) {
   Shared& shared = *dynamic_shared<Shared>();
   flag_step(mask, 0, shared.lists[0]);
-  __syncwarp();  // a warp reads only flags of its own
+  __syncwarp();  // a warp reads only the flags that it wrote itself
   const uint64_t bits = reinterpret_cast<const uint64_t*>(shared.lists)[threadIdx.x];
   finish(list_step(bits, mask.begin_of(0), 0, out, shared, 0), out);
 }
@@ -168,13 +171,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   Shared& shared = *dynamic_shared<Shared>();
   const int64_t end = mask.end_step();
   int64_t step = mask.first_step(), next = 0, total = 0;
-  uint64_t bits = step < end ? flags[step * kThreads + threadIdx.x] : 0;  // on its way while the counts are added up
+  uint64_t bits = step < end ? flags[step * kThreads + threadIdx.x] : 0;  // in flight while the counts are added up
 #pragma unroll 8
   for (int i = static_cast<int>(threadIdx.x) % kWarp; i < mask.pieces; i += kWarp) {
     total += counts[i];
     if (i < static_cast<int>(blockIdx.x)) next += counts[i];
   }
-  next = warp_reduce(next, Sum());  // each warp does this for itself, without a barrier
+  next = warp_reduce(next, Sum());  // each warp computes both sums, so no barrier is needed
   total = warp_reduce(total, Sum());
   while (step < end) {
     next += list_step(bits, mask.begin_of(step), next, out, shared, static_cast<int>(step % 2));
@@ -189,7 +192,7 @@ void compact_indices(const uint8_t* values, int64_t n, int64_t* indices, int64_t
                      Device& device) {
   const Mask mask(values, n);
   const Outputs out{indices, capacity, count};
-  // Where the capacity is larger than the mask, blocks without a piece help to fill it.
+  // If the capacity is larger than the mask, there are more blocks than pieces. These blocks help to write -1.
   const int64_t blocks = std::max(int64_t{mask.pieces}, std::min(ceil_div(capacity, kStep), kMostPieces));
   if (blocks <= 1) {
     launch("compact", list_mask, 1, kThreads, sizeof(Shared), device, mask, out);

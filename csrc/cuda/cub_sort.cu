@@ -1,5 +1,5 @@
-// CUB's radix sort. It is stable, and has several launches but no host sync. It is in a file of its own, since it takes
-// longer to compile than all our kernels.
+// CUB's radix sort. The sort is stable. It takes several launches, but no host sync. It has a file of its own, since it
+// takes longer to compile than all our kernels.
 #include "segment_sort.h"
 
 #include <cub/device/device_radix_sort.cuh>

@@ -1,6 +1,6 @@
-// CUDA as the kernels see it. The tests compile the same kernels for the CPU (D3S_EMULATED), where threads are fibres
-// (tests/cuda_shim). So code that only nvcc compiles, such as a launch or inline assembly, is only in this file. It has
-// a plain version for the CPU, here or in the shim.
+// The parts of CUDA that the kernels use. The tests also compile the kernels for the CPU (D3S_EMULATED), where threads
+// are fibres (tests/cuda_shim). So code that only nvcc can compile, such as a launch or inline assembly, is only in
+// this file. All such code has a plain C++ version for the CPU, in this file or in the shim.
 #pragma once
 
 #if defined(D3S_EMULATED)
@@ -30,7 +30,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 inline void require_success(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // else the next launch would report this error again
+  cudaGetLastError();  // clears the error, which the next launch would report again
   throw std::runtime_error(std::string("d3s_kernels: ") + what + ": " + cudaGetErrorString(error));
 }
 
@@ -41,7 +41,7 @@ inline int device_attribute(const Device& device, cudaDeviceAttr attribute) {
 }
 
 #if !defined(D3S_EMULATED)
-// Hooks for the tests: only the emulated device counts launches and scores.
+// Hooks for the tests. They do nothing here: only the emulated device counts launches and scores.
 inline void note_launch(const char*, int64_t, int, size_t) {}
 D3S_HOST_DEVICE void note_scores(int) {}
 
@@ -61,15 +61,16 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 constexpr size_t kSharedWithoutAsking = 48 << 10;
 
-// The grid is one-dimensional, since a second dimension has at most 65,535 blocks. Without blocks there is no launch.
+// Launches a kernel. Does nothing if `blocks` is 0. The grid is one-dimensional, since a second dimension could have at
+// most 65,535 blocks.
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
             const Device& device, const Args&... args) {
   if (blocks <= 0) return;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string("d3s_kernels: ") + name + ": too many blocks");
   require_success(cudaSetDevice(device.index), "cudaSetDevice");
-  // Sets the limit to the device's maximum, and not to the need of this launch: the limit belongs to the kernel, and
-  // another host thread may be launching the same kernel with more shared memory.
+  // Sets the limit to the maximum of the device, not to the bytes that this launch needs. The limit is an attribute of
+  // the kernel, and another host thread may be launching the same kernel with more shared memory.
   if (shared_bytes > kSharedWithoutAsking)
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)),
@@ -90,12 +91,13 @@ D3S_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 
 // ---- instructions ----------------------------------------------------------------------------------------------
 
-// Elements in a vector of 16 bytes. A thread loads and stores one vector at a time.
+// The number of elements in a vector of 16 bytes. A thread loads and stores one vector at a time.
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
-// Two floats with the same operations. Machine code for compute capability 10.0 and 10.3 has one instruction for both,
-// which rounds each float by itself. Elsewhere there are two instructions, with the same bits.
+// Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both
+// floats with one instruction, which rounds each float by itself. Elsewhere this takes two instructions, and the
+// results are bitwise equal.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -113,12 +115,12 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// 1 for a finite x, else NaN. The compiler must not know that it is 1: instead of keeping the 1 in a register pair with
-// a float, it would move the constant there for each float.
+// Returns 1 for a finite x, else NaN. The compiler must not know that the value is 1. It would then copy the constant 1
+// into a register pair anew for each float, instead of keeping the 1 there.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
-// weighted() is {weight, weight * value}; add_weighted() is {sums.low + weight, sums.high + weight * value}, each
-// rounded once. `one` must be a hidden_one().
+// weighted() returns {weight, weight * value}. add_weighted() returns {sums.low + weight, sums.high + weight * value}.
+// Each result is rounded once. `one` must come from hidden_one().
 __device__ __forceinline__ Pair weighted(float weight, float value, float one) {
   return both(weight) * Pair{one, value};
 }
@@ -159,14 +161,14 @@ uint32_t packed_max(uint32_t a, uint32_t b) {
   return pack<T>(fmaxf(x.low, y.low), fmaxf(x.high, y.high));
 }
 #else
-// Within 2 units in the last place; results below the normal range are 0.
+// Returns 2^x, within 2 units in the last place. Results below the range of normal floats become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// For data that one thread reads once. It is not kept in the first-level cache.
+// For data that only one thread reads, and only once. The load does not keep the data in the L1 cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -181,7 +183,7 @@ __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); 
 // For memory that the kernel itself may write.
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
-// Always one store. nvcc cuts `*p = v` into stores of 4 bytes if the parts of v are computed.
+// Always one store. For `*p = v`, nvcc may emit four stores of 4 bytes instead, if the words of v are computed.
 __device__ __forceinline__ void store_plain(uint4* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -197,7 +199,7 @@ __device__ __forceinline__ Pair unpack(uint32_t word, Tag<float16>) {
   return z;
 }
 
-// The larger number in each half. If one of the two is NaN, the result is the other.
+// Returns the larger value of each half. If one of two values is NaN, the result is the other value.
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;

@@ -10,10 +10,11 @@ namespace {
 
 constexpr int kBytes = kPublicOps * kFaultKinds;
 
-// Null until the first op has run. Python reads this pointer before each op, which is cheaper than a call.
+// Null until the first op runs. Python reads this pointer before each op, which is cheaper than a function call.
 unsigned char* memory = nullptr;
 
-// Pinned memory, which kernels can write. Allocating is allowed while a graph is captured, but only in this mode.
+// Allocates pinned memory, which kernels can write. While a CUDA graph is captured, an allocation is allowed only in
+// the relaxed capture mode.
 unsigned char* allocate() {
   auto mode = cudaStreamCaptureModeRelaxed;
   require_success(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
@@ -34,5 +35,6 @@ Faults faults_of(PublicOp op) {
 
 }  // namespace d3s
 
-// Returns where d3s_kernels/_dispatch/faults.py finds the memory: bytes [ops][faults], in the order of the enums.
+// Called by d3s_kernels/_dispatch/faults.py. Returns the address of the pointer to the memory, which has one byte for
+// each op and kind of fault, [ops][faults], in the order of the enums.
 extern "C" __attribute__((visibility("default"))) unsigned char* const* d3s_kernels_faults() { return &d3s::memory; }

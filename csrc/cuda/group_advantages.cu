@@ -1,7 +1,7 @@
 // group_advantages: (reward - mean of its group) / (standard deviation + eps).
 //
-// A warp handles a group, or a block if the group is large. Only the group's own length decides this: warps and blocks
-// add in different orders, and the bits of a group must not depend on other groups.
+// A warp handles a small group, and a block handles a large group. Only the length of the group decides between the
+// two: warps and blocks add in different orders, and the bits of a group's results must not depend on other groups.
 //
 //   launch                      kernel             reads             -> writes
 //   group_advantages (batch)    batch_deviation    rewards           -> batch   (scale="batch" only; one block)
@@ -16,9 +16,10 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBatchThreads = BlockGroup::kMostThreads;
-constexpr int64_t kLargeGroup = 512;  // from this length on, a group has a block
+constexpr int64_t kLargeGroup = 512;  // a group of at least this length is handled by a block
 
-// Two passes in double: the mean first, then the squares of the differences from it.
+// The statistics of some rewards. They are computed in double, in two passes: first the mean, then the sum of the
+// squared differences from the mean.
 struct Statistics {
   double mean, squares;
   int64_t count;
@@ -101,7 +102,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device& device) {
   const Segments& groups = rewards.segments;
-  if (groups.ragged()) clear(out, 0xff, rewards.total * sizeof(float), device);  // NaN where bad offsets leave a gap
+  // Fills `out` with NaN, which stays where bad offsets leave a gap between groups.
+  if (groups.ragged()) clear(out, 0xff, rewards.total * sizeof(float), device);
   if (groups.count == 0) return;
   dispatch_rewards(rewards.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -116,7 +118,8 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
       launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups, sizes,
              options, static_cast<const double*>(batch), out, device.faults);
     };
-    // With offsets, only the device knows the lengths: both launches are needed, unless no group can be large.
+    // If there are offsets, only the device knows the lengths. Then both launches are needed, unless there are too few
+    // rewards for a large group.
     const int64_t shortest = groups.ragged() ? 0 : groups.length;
     const int64_t longest = groups.ragged() ? rewards.total : groups.length;
     if (shortest < kLargeGroup)

@@ -1,4 +1,4 @@
-// kept_hidden_grad_: for each row, the sum over the places of its span.
+// kept_hidden_grad_: for each row, the sum over the places of the row's span.
 #pragma once
 
 #include "kept_sums.h"
@@ -6,14 +6,14 @@
 namespace d3s {
 namespace {
 
-// The numbers of a row's stretches begin here. They need no scan: no two rows share a number, but some numbers are not
-// used.
+// Returns the number of a row's first stretch. The numbers of the row's other stretches follow. No scan over the rows
+// is needed for this, since some numbers may stay unused. No two rows share a number.
 __device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
   return spans.begin(row) / kStretch + row;
 }
-// The row that has a stretch; below 0 if there is none. Since offsets do not decrease, two of them narrow the search,
-// mostly to one or two rows; a search among all rows would wait a dozen times for an offset. If offsets are bad, the
-// result is some row, or none.
+// Returns the row that a stretch belongs to; below 0 if it belongs to no row. Offsets do not decrease, so two offsets
+// narrow the search, mostly to one or two rows. A binary search over all rows would wait for a dozen offsets, one after
+// the other. If the offsets are bad, the result is an arbitrary row, or below 0.
 __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
   const int64_t most = stretch < spans.count ? stretch : spans.count - 1;
   if (most < 0) return -1;
@@ -32,7 +32,7 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
   return low;
 }
 
-// There is a block for each stretch of a row's span and each piece of the columns.
+// There is one block for each pair of a stretch of a row's span and a piece of the columns.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t begin = first + n * kStretch, end = begin + kStretch < last ? begin + kStretch : last;
   if (begin >= end) return;
   ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
-  // The label's term follows the last one of the span, and no number of a term waits for another, so that as many loads
-  // as possible are in flight.
+  // The label's term follows the last term of the span. No load of a term's values waits for another load, so that as
+  // many loads as possible are in flight.
   const auto term_at = [&](int64_t i) {
     const int64_t place = begin + i < end ? begin + i : spans.limit + row;
     const int64_t of_row = gradient.rows[place], token = gradient.tokens[place];
@@ -60,9 +60,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     total.write(row_of<To>(out, row), false, out_aligned);
 }
 
-// Writes the rows that are left: undefined rows, as NaN, and rows whose places fill several stretches. If the offsets
-// are bad, some stretches have no row and were never summed; but then every row with a gradient is undefined, so they
-// are not needed.
+// Writes the rows that sum_rows does not finish. These are undefined rows, which become NaN, and rows whose places fill
+// several stretches. If the offsets are bad, some stretches belong to no row and were never summed. Their sums are not
+// needed, since then every row with a gradient is undefined.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,

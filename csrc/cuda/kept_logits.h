@@ -1,29 +1,30 @@
-// Rows with a span of a sampling mask: only their kept logits are read. A warp takes a short span, a block a long one.
-// So the order of the sums depends only on the length of the row's own span.
+// Rows that have a span of a sampling mask. Only the kept logits of these rows are read. A warp handles a short span,
+// and a block handles a long span. So the order of a row's sums depends only on the length of the row's own span.
 #pragma once
 
 #include "row_gradient.h"
 #include "softmax_lane.h"
 
 namespace d3s {
-namespace {  // internal linkage, as the states of core/softmax_state.h have
+namespace {  // internal linkage, like the states of core/softmax_state.h
 
 constexpr int kSpanThreads = 256;
 constexpr int kSpanWarps = kSpanThreads / kWarp;  // rows of a block
-constexpr int kLongSpan = 1024;  // tokens: 8 rounds of loads for a warp, some 10 us. Longer spans take the whole block.
-constexpr int kGathered = 4;     // logits that a thread loads before it uses the first
+// The most tokens of a short span. A warp loads them in 8 batches, in some 10 us. A longer span takes the whole block.
+constexpr int kLongSpan = 1024;
+constexpr int kGathered = 4;  // logits that a thread loads before it uses the first
 
 // The result of one thread, warp or block for its part of a row's span.
 struct KeptShare {
   SoftmaxState state;
-  int label_at;  // where in the span the label is, or -1
+  int label_at;  // the index of the label in the span, or -1
   bool bad_token;
 };
 
-// Whether an id of a span is no token. Spans may be unchecked: such an id has no column, so it is never read.
+// Whether an id of a span is not a token. Spans may be unchecked. A bad id has no column, so no logit is read for it.
 __device__ inline bool is_bad(const LogitsRows& rows, int64_t token) { return token < 0 || token >= rows.vocabulary; }
 
-// Each thread reads the tokens first, first + step, ... of a span. The result is merged over the warp.
+// Each thread reads the tokens first, first + step, ... of a span. The results of the threads are merged over the warp.
 template <class T>
 __device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, int first, int step) {
   const T* logits = row_at<T>(rows, row);
@@ -61,7 +62,7 @@ __device__ inline KeptShare block_kept_share(const KeptShare& of_warp, KeptShare
   all.state = warp_merge(all.state, 1.f / temperature);
   all.label_at = warp_reduce(all.label_at, Max());
   all.bad_token = warp_reduce(int{all.bad_token}, Max()) != 0;
-  __syncthreads();  // the shares are used again
+  __syncthreads();  // before the next call overwrites the shares
   return all;
 }
 
@@ -103,8 +104,8 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
   write_row(row, statistics, label == kNoTarget ? 0.f : log_probability(label_logit, statistics, temperature), sink);
 }
 
-// Writes the results of all rows that have a span or are masked out. Counts all other rows in `dense_rows`, if not
-// null.
+// Writes the results of all rows that have a span or are masked out. Counts all other rows in `dense_rows`, unless
+// `dense_rows` is null.
 template <class T>
 __global__ void __launch_bounds__(kSpanThreads)
     rows_with_span(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink, int* dense_rows) {
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kSpanThreads)
   }
 }
 
-// If there are more dense rows than max_dense_rows, makes all results NaN.
+// Sets all results to NaN if there are more dense rows than max_dense_rows.
 __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink,
                               const int* dense_rows) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -151,8 +152,8 @@ __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __g
     write_row(row, {NAN, NAN, NAN}, rows.labels[row] == kNoTarget ? 0.f : NAN, sink);
 }
 
-// Writes the gradient of a piece [begin, end) of a row with a span: 0 everywhere, and then at the kept tokens. All
-// threads of a block call this.
+// Writes the gradient of a piece [begin, end) of a row with a span. First fills the piece with 0, then writes the
+// gradients of the kept tokens. All threads of a block call this.
 template <class T>
 __device__ void write_kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int begin,
                                      int end, T* gradient) {
@@ -167,7 +168,7 @@ __device__ void write_kept_gradients(const LogitsRows& rows, const RowGradients&
   const bool undefined = set.bad || no_label || gradients.any_nan(row, rows.labels);
   fill(gradient + begin, end - begin, undefined ? NAN : 0.f);
   if (undefined || set.single()) return;
-  __syncthreads();  // the zeros before the numbers
+  __syncthreads();  // the zeros must be written before the gradients
   const RowGradient f = gradient_of_row(rows, gradients, row);
   const auto in_piece = [&](int64_t column) { return column >= begin && column < end; };
   for (int64_t i = thread; i < span.size; i += kGradientThreads) {

@@ -3,7 +3,7 @@
 //   launch                 kernel         reads                              -> writes
 //   kept_logits_backward   write_places   logits, spans, labels, gradients   -> grad, rows, tokens, undefined
 //
-// A warp takes a row with a short span, a block takes a row with a long span.
+// A warp handles a row with a short span, and a block handles a row with a long span.
 #include "../ops/kept_logits_backward.h"
 
 #include "collective.h"
@@ -23,7 +23,8 @@ struct Problem {
   KeptGradientOutput out;
 };
 
-// Writes the places of one row; the threads are a warp or a block. `label_found`: whether the span has the label.
+// Writes the places of one row. The threads that call this are a warp or a block. `label_found`: whether the label is
+// in the span.
 __device__ void write_row(const Problem& problem, int64_t row, const Span& span, bool label_found, int thread,
                           int threads) {
   const LogitsRows& rows = problem.rows;

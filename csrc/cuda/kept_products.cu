@@ -7,7 +7,7 @@
 //   kept_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long spans
 //   kept_hidden_grad_ (rows)      finish_rows     undefined, sums, bad                 -> out
 //   kept_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
-//   sort (its own launches)       sort_entries    entries, indices                     -> the same, by token
+//   sort (its own launches)       sort_entries    entries, indices                     -> both, sorted by token
 //   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
 //   kept_weight_grad_ (long)      join_tokens     sums                                 -> out
 #include "kept_hidden_grad.h"
@@ -17,11 +17,11 @@ namespace d3s {
 namespace {
 
 constexpr int kPlacesOfBlock = kThreads / kWarp;
-constexpr int kInFlight = 4;  // vectors of either row that a thread loads before it uses the first
+constexpr int kInFlight = 4;  // vectors of each of the two rows that a thread loads before it uses the first
 
 constexpr int kCheckers = 1024;
 
-// Sets `bad` if any offsets are bad. One block is enough, since offsets are few.
+// Sets `bad` to whether any offset is bad. One block is enough, since there are few offsets.
 __global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad,
                               const __grid_constant__ Faults faults) {
   int any = 0;
@@ -39,10 +39,10 @@ const int* any_bad(const Spans& spans, int64_t rows, const char* name, Device& d
 }
 
 struct Needed {
-  int64_t row, token;  // a row of the weight; -1 if no logit is needed
+  int64_t row, token;  // `token` is a row of the weight; -1 if no logit is needed
 };
 
-// The row and token of a place. All lanes of a warp call this with the same place.
+// Returns the row and the token of a place. All lanes of a warp call this with the same place.
 __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane) {
   const bool of_label = place >= head.rows.spans.count;
   const int64_t row = of_label ? place - head.rows.spans.count : head.rows.spans.row_at(place, head.hidden.rows);
@@ -56,8 +56,8 @@ __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane
   return {row, warp_reduce(found, Max()) ? -1 : head.rows.column(head.rows.labels[row])};
 }
 
-// There is a warp for each place, so that long spans take no longer than short ones. The order of the sum depends only
-// on the number of columns.
+// There is one warp for each place, so that a long span takes no more time than a short span. The order of a logit's
+// sum depends only on the number of columns.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     place_logits(const __grid_constant__ KeptHead head, const int* bad, bool aligned, float* out) {

@@ -1,8 +1,9 @@
-// Sums over places, for the kernels of kept_products.cu. Each place names a row of a matrix; the sum is over these
-// rows, each times a factor.
+// Sums over places, for the kernels of kept_products.cu. Each place stands for a row of a matrix and a factor. A sum
+// adds up these rows, each multiplied by its factor.
 //
-// A long span or a frequent token has more than kStretch places. Its sum is shared between blocks. It is cut into
-// stretches that begin at its own first place, so that its bits depend on nothing else.
+// If a long span or a frequent token has more than kStretch places, several blocks share the sum. The places are cut
+// into stretches, the first of which begins at the first place of the span or token. So the bits of the sum depend only
+// on the places of the span or token.
 #pragma once
 
 #include "../ops/kept_products.h"
@@ -14,16 +15,16 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 3;     // on each multiprocessor. Without this bound, nvcc spills registers to fit a fourth
+constexpr int kBlocks = 3;     // of a multiprocessor. Without this bound, nvcc spills registers to fit a fourth block
 constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
-constexpr int kStretch = 256;  // places that a block adds: 32 batches; a multiple of kWarp
+constexpr int kStretch = 256;  // places that a block adds up, in 32 batches; a multiple of kWarp
 
 template <class T>
 bool is_aligned(const Matrix& matrix) {
   return misalignment(matrix.values) == 0 && matrix.stride % kPerVector<T> == 0;
 }
 
-// Loads a vector from a row of `columns` elements; past the end, elements are 0.
+// Loads a vector from a row of `columns` elements. Elements past the end of the row are 0.
 template <class T>
 __device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, bool aligned) {
   if (aligned && first + kPerVector<T> <= columns) return load_cached(reinterpret_cast<const uint4*>(row + first));
@@ -41,7 +42,7 @@ struct Term {
   float factor = 0.f;
 };
 
-// Writes a vector of sums, or adds it to the numbers there, 16 bytes at a time.
+// Writes sums to memory, or adds them to the values in memory, 16 bytes at a time.
 template <class T, class To>
 __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool add) {
   constexpr int kVector = kPerVector<To>;
@@ -57,7 +58,7 @@ __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool ad
   }
 }
 
-// The same for the columns of a row from `first` on, even if fewer are left than a vector has.
+// Does the same for the columns of a row from `first` on. The row may have fewer columns left than a vector has.
 template <class T, class To>
 __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t first, int64_t columns, bool add,
                            bool aligned) {
@@ -70,7 +71,7 @@ __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t 
     if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
 }
 
-// The sums of a thread, over the same columns of several rows of a matrix.
+// The sums of one thread over several rows of a matrix, in the columns of one vector.
 template <class T>
 struct ColumnSums {
   float sums[kPerVector<T>] = {};
@@ -80,8 +81,8 @@ struct ColumnSums {
   __device__ ColumnSums(int64_t piece, int64_t columns)
       : first((piece * blockDim.x + threadIdx.x) * kPerVector<T>), columns(columns) {}
 
-  // Adds term_at(begin), ..., term_at(end - 1), in this order. All lanes of a warp call this. Each lane looks up
-  // another term, so that the terms of 32 rows are read at the same time.
+  // Adds term_at(begin), ..., term_at(end - 1), in this order. All lanes of a warp call this. Each lane looks up a
+  // different term, so that 32 terms are read at the same time.
   template <class TermAt>
   __device__ void add_terms(const Matrix& matrix, bool aligned, int64_t begin, int64_t end, const TermAt& term_at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -141,8 +142,8 @@ struct ColumnSums {
   }
 };
 
-// The number of blocks for a row, and of threads of each, if a thread has one vector of the row. The vectors are shared
-// equally, so that no warp is idle.
+// How a row is divided. Each thread has one vector of the row, in pieces_of() blocks with threads_for() threads each.
+// The vectors are divided equally, so that no warp is idle.
 template <class T>
 int64_t warps_of(int64_t columns) {
   const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
@@ -157,9 +158,10 @@ int threads_for(int64_t columns) {
   return static_cast<int>(ceil_div(warps_of<T>(columns), pieces_of<T>(columns))) * kWarp;
 }
 
-// The sums of runs of places that are longer than a stretch and so are shared between blocks. Each stretch has
-// `columns` floats and the sum of its factors. A run has at most one stretch for each half stretch that it covers, so
-// two runs never use the same slot.
+// The sums of the stretches of long runs. A run of places that is longer than a stretch is shared between blocks. Each
+// stretch has a slot for `columns` floats and for the sum of the stretch's factors. The index of a run's first slot is
+// the number of half stretches before the run. A run of n stretches covers at least n half stretches, so two runs never
+// use the same slot.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;

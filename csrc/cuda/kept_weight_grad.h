@@ -1,4 +1,4 @@
-// kept_weight_grad_: for each token, the sum over the places that stand for it.
+// kept_weight_grad_: for each token, the sum over the places that stand for this token.
 #pragma once
 
 #include "kept_sums.h"
@@ -7,10 +7,11 @@
 namespace d3s {
 namespace {
 
-constexpr int kShort = 16;  // places of a run that a warp adds: at most kWarp
+constexpr int kShort = 16;  // the most places of a run that a warp adds up; must not exceed kWarp
 constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// Makes the entries by which places are sorted: by token, and places without a gradient last.
+// Makes the entries that are sorted. The entry of a place is the place's token. A place without a gradient gets the
+// largest entry, so that it comes last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -19,7 +20,7 @@ __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int6
   indices[place] = static_cast<uint32_t>(place);
 }
 
-// Places sorted by token. The places of one token are its run.
+// Places, sorted by token. All places of one token form the run of this token.
 struct Runs {
   SortedEntries sorted;
   int64_t count;
@@ -27,7 +28,7 @@ struct Runs {
   __device__ bool has(int64_t i, int64_t token) const {
     return i >= 0 && i < count && static_cast<int64_t>(sorted.entries[i]) == token;
   }
-  // The first entry in [low, high) of which `past` is true, or `high`.
+  // Returns the index of the first entry in [low, high) for which `past` is true; `high` if there is none.
   template <class Past>
   __device__ int64_t first_from(int64_t low, int64_t high, const Past& past) const {
     while (low < high) {
@@ -39,7 +40,7 @@ struct Runs {
     }
     return low;
   }
-  // The beginning and the end of a token's run, which entry i belongs to.
+  // Return the beginning and the end of a token's run. Entry i must be in this run.
   __device__ int64_t begin(int64_t i, int64_t token) const {
     return first_from(0, i, [&](int64_t other) { return other >= token; });
   }
@@ -55,12 +56,13 @@ __device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, cons
   if (bias_out.values && total.first == 0) bias_out.add(token, total.of_factors);
 }
 
-// The sums of a lane: kCount vectors of columns, summed over `count` rows. Each lane of the warp has looked up one row.
+// The sums of one lane over several rows, for kCount vectors of columns.
 template <class T, int kCount>
 struct LaneSums {
   float sums[kCount][kPerVector<T>] = {};
 
-  // load(row, j) is the lane's vector j.
+  // Each lane of the warp has looked up one term, `own`. Adds the terms of the first `count` lanes. load(row, j)
+  // returns this lane's vector j of a row.
   template <class Load>
   __device__ void add(const Matrix& hidden, const Term& own, int count, const Load& load) {
 #pragma unroll 1
@@ -86,7 +88,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
   constexpr int64_t kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   if (first >= runs.count) return;
-  // Independent values are read at the same time.
+  // No load here depends on the result of another load, so they run at the same time.
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[first]), i = first + lane;
   const uint32_t place = i < runs.count ? runs.sorted.indices[i] : 0;
   const bool mine = runs.has(i, token), begins = !runs.has(first - 1, token), ends = !runs.has(first + kShort, token);
@@ -104,7 +106,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) write_vector<T>(total.sums[j], to + column + j * kStep, true);
   }
-  // All lanes go on as long as any lane has a column.
+  // All lanes stay in the loop as long as any lane has a column left, since the lanes exchange terms in it.
   for (; column - lane * kPerVector<T> < hidden.columns; column += kStep) {
     LaneSums<T, 1> total;
     total.add(hidden, own, count,
@@ -118,15 +120,15 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
   if (lane == 0) bias_out.add(token, of_factors);
 }
 
-// A block adds up one stretch of a longer run, for a piece of the columns. There is a block for each entry i that is a
-// multiple of kShort. The first such entry in a run takes the run's first stretch. Each later stretch is taken by the
-// last such entry at or before the stretch's beginning.
+// A block adds up one stretch of a longer run, for a piece of the columns. There is a block for each index i that is a
+// multiple of kShort. The block of the first such index in a run takes the run's first stretch. A later stretch is
+// taken by the block of the last such index at or before the beginning of the stretch.
 template <class T, class To>
 __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
                             int64_t piece, bool aligned, bool out_aligned, const StretchSums& stretches,
                             const Matrix& out, const Vector& bias_out) {
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[i]);
-  // If entry i is in a run of more than kShort places, the run also has one of these two entries.
+  // If entry i is in a run of more than kShort places, at least one of these two entries is in the same run.
   if (token >= out.rows || !(runs.has(i - kShort / 2, token) || runs.has(i + kShort / 2, token))) return;
   const int64_t run = runs.begin(i, token), after = i - run;
   const int64_t n = after < kShort ? 0 : ceil_div(after, kStretch), first = run + n * kStretch;
@@ -145,8 +147,8 @@ __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, 
     add_to_token<T, To>(total, out, bias_out, token, out_aligned);
 }
 
-// The first blocks take the stretches of long runs, which take the longest time. Then there is a warp for each sorted
-// place. Blocks and warps without work end at once.
+// The first blocks handle the stretches of long runs, since these take the most time. After these blocks, there is one
+// warp for each sorted place. Blocks and warps without work return immediately.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
@@ -163,8 +165,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                        bias_out);
 }
 
-// There is a block for each multiple of kStretch among the sorted places. A long run has at least one; the first of its
-// blocks joins its stretches.
+// There is a block for each multiple of kStretch among the indices of the sorted places. Every long run contains at
+// least one such multiple; the block of the run's first multiple combines the partial sums of the run.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     join_tokens(const __grid_constant__ Runs runs, uint32_t pieces, bool out_aligned,

@@ -1,9 +1,10 @@
-// logprob_entropy and its backward: one pass over the logits each way.
+// logprob_entropy and its backward. Each of them makes one pass over the logits.
 //
-// A row is cut into slices of a fixed size. In a slice, every thread of a block has a state. Each warp merges the
-// states of its lanes, then the states of the warps are merged, and then the slices from left to right. If there are
-// many rows, a block takes a whole row, without a barrier before its end; if there are few, each slice gets a block.
-// Both ways add the same numbers in the same order, so that a row's result has the same bits in any batch.
+// A row is cut into slices of a fixed size. In a slice, every thread of a block has a softmax state. Each warp merges
+// the states of its lanes, then the states of the warps are merged, and finally the states of the slices, from left to
+// right. If there are many rows, one block handles a whole row, and needs no barrier before the end of the row. If
+// there are few rows, each slice gets a block. Both variants add the same values in the same order, so a row's result
+// is bitwise equal in any batch.
 //
 //   launch                     kernel            reads                                   -> writes
 //   logprob_entropy            whole_rows        logits, labels                          -> outputs, keys
@@ -13,11 +14,11 @@
 //   logprob_entropy (bound)    enforce_bound     dense_rows                              -> outputs, keys
 //   softmax_state_finish       finish_all        states                                  -> outputs
 //   logprob_entropy_backward   write_gradients   logits, labels, gradients, statistics   -> out
-//   … with a sampling mask     with_spans        the same, spans                         -> out
-//   … in half precision        narrow_gradients  the same                                -> front half of logits
+//   … with a sampling mask     with_spans        as above, spans                         -> out
+//   … in half precision        narrow_gradients  as above                                -> front half of logits
 //
-// For a tile, the kernels read and write `states` instead of writing outputs and keys. With a sampling mask,
-// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the others.
+// For a tile, the kernels read and write `states` instead of writing outputs and keys. If there is a sampling mask,
+// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the other rows.
 #include "kept_logits.h"
 
 namespace d3s {
@@ -25,27 +26,27 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-// Three blocks have 1,536 threads with 64 bytes in flight each: three times as much as hides the latency. A misaligned
-// row takes more registers, so only two blocks fit.
+// Three blocks have 1,536 threads, each with 64 bytes in flight. This is three times as much as is needed to hide the
+// memory latency. The code for misaligned rows takes more registers, so only two blocks fit.
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
-constexpr int kSlice = 32768;  // elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of it
+constexpr int kSlice = 32768;  // elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of kSlice
 
 template <class T>
-constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
+constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // elements that a block loads at a time
 
 D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(columns, kSlice)); }
 
-// The warp's share of a slice, merged over its lanes.
+// Returns the state of the warp's share of a slice, merged over the lanes.
 template <class T, bool kAligned>
 __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   constexpr int kShare = kStride<T> / kWarps;                       // 2 KB of neighbouring elements
-  constexpr int kApart = kWarp * kPerVector<T>;                     // from one vector of a lane to its next
-  constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element to past its last
-  // A lane counts its own place. The end is moved by the same distance, so that all lanes of a warp leave the loop
-  // together.
+  constexpr int kApart = kWarp * kPerVector<T>;                     // from a lane's vector to its next one
+  constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element past its last one
+  // `own` is the index of the lane's first element, `ahead` of the warp's first element. `end` is moved by the same
+  // distance, so that all lanes of a warp leave the loop in the same iteration.
   const int ahead = lane * kPerVector<T>;
   const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
@@ -64,13 +65,13 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   return warp_merge(state.state(scale), 1.f / temperature);
 }
 
-// Merges the shares of a slice's warps. Each lane below kWarps takes one share.
+// Merges the shares of a slice's warps. Each lane below kWarps loads one share.
 __device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperature) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
 }
 
-// Writes a row's result, computed from its state. Only one thread calls this.
+// Computes a row's result from the row's state, and writes it. Only one thread calls this.
 template <class T>
 __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
   const int64_t label = rows.column(rows.labels[row]);
@@ -82,7 +83,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   }
   const float temperature = rows.temperatures[row];
   const RowStatistics statistics = finish(state, temperature);
-  // An unchecked label that is no token gives NaN.
+  // An unchecked label that is not a token gives NaN.
   const bool bad_label = label < 0 && rows.labels.bad(row, rows.vocabulary);
   const float logprob =
       label >= 0 ? log_probability(to_float(p[label]), statistics, temperature) : (bad_label ? NAN : 0.f);
@@ -171,10 +172,11 @@ void dispatch_rows(const LogitsRows& rows, const Body& body) {
   });
 }
 
-// The shares of a row must fit in the default shared memory. 8 million tokens do, far more than any vocabulary has.
+// The most slices whose shares fit in the default amount of shared memory. This is enough for 8 million tokens, far
+// more than any vocabulary has.
 constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
 
-constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // places in a row, and past its end, are ints
+constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // indices in a row, and past the row's end, are ints
 
 void require_columns(int64_t columns) {
   if (columns > kMostColumns)
@@ -184,8 +186,8 @@ void require_columns(int64_t columns) {
 
 void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
-  // If there are not enough rows to fill the GPU twice, some multiprocessors would be idle from the start, or while the
-  // last rows finish.
+  // If each row got a block, but the rows were too few to fill the GPU twice, some multiprocessors would be idle from
+  // the start, or while the last rows finish.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
   dispatch_rows(rows, [&](auto tag, auto aligned) {
@@ -241,7 +243,7 @@ __global__ void finish_all(const __grid_constant__ RowStates states, const __gri
 
 template <class T>
 constexpr int kGradientStride = kGradientThreads * kInFlight * kPerVector<T>;
-constexpr int kStridesPerPiece = 4;  // 64 KB: many elements share the fixed cost of a row
+constexpr int kStridesPerPiece = 4;  // 64 KB, so that many elements share the fixed cost of a piece
 template <class T>
 constexpr int kPiece = kGradientStride<T> * kStridesPerPiece;
 
@@ -258,7 +260,7 @@ __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
 }
 
 // Reads the vector at p, in memory that this kernel may also write. If the gradient overwrites the logits, both have
-// the same alignment, so shift is 0. Then each vector is read only by the thread that later writes it.
+// the same alignment, so `shift` is 0. Then each vector is read only by the thread that later writes it.
 template <class T>
 __device__ uint4 load_logits(const T* p, int shift) {
   const auto* from = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(p) - shift);
@@ -279,8 +281,9 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
     gradient[i] = from_float<T>(i == label ? f.at_label(z) : f(z));
   };
 
-  // Vectors begin where the gradient's address is a multiple of 16; the elements left at both ends go one by one. If
-  // the logits are misaligned there, a vector of them is read as two aligned ones, which must both lie in the row.
+  // Vectors begin where the gradient's address is a multiple of 16. The elements before the first and after the last
+  // vector are handled one by one. If the logits are misaligned where a vector begins, the vector is combined from two
+  // aligned vectors of logits, which must both be in the row.
   const int first = kAligned ? begin : min(begin + elements_to_vector(gradient + begin), end);
   const int shift = kAligned ? 0 : misalignment(logits + first), margin = shift == 0 ? 0 : kVector;
   const int first_whole = first < margin ? first + kVector : first;
@@ -288,8 +291,8 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
   for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  // The label's element is written again at the end, by the thread that has its vector. The label's logit is read here,
-  // before that thread may overwrite it.
+  // The thread whose vector contains the label writes the label's gradient again at the end. It reads the label's logit
+  // here, before it may overwrite it.
   const int at = label - first_whole;
   const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
   T* const label_place = has_label ? gradient + label : nullptr;
@@ -328,8 +331,9 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
     write_piece<T, kAligned>(rows, gradients, row, begin, end, gradient);
 }
 
-// Six blocks with 40 registers for each thread: while some wait for the numbers that a row's gradient needs, the others
-// keep the memory busy. A misaligned row needs 48 registers.
+// Six blocks fit on a multiprocessor, with 40 registers for each thread. While some blocks wait for the values from
+// which a row's gradient is computed, the others keep the memory busy. The code for misaligned rows needs 48 registers,
+// so only five blocks fit.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
@@ -344,14 +348,15 @@ __global__ void __launch_bounds__(kGradientThreads)
   write_gradient_of_block<T, false, true>(rows, gradients, out, out_layout);
 }
 
-// Float32 logits that a thread loads before it uses the first. They are loaded one by one, 128 bytes for a warp, so a
-// row may begin anywhere. This is fast enough: an element takes some 22 instructions, and at 4.3 TB/s its 6 bytes leave
-// time for 40.
+// The number of float32 logits that a thread loads before it uses the first. Each logit is loaded by itself, so that a
+// row may begin at any address; a warp loads 128 bytes at a time. This is fast enough: an element takes some 22
+// instructions, and its 6 bytes of memory traffic, at 4.3 TB/s, leave time for 40.
 constexpr int kNarrowInFlight = 16;
 constexpr int kNarrowStep = kGradientThreads * kNarrowInFlight;
 
-// Writes the gradient over the front half of its own row. A block walks the row from left to right. A step overwrites
-// only logits of this step and of earlier steps, which all threads have read when they pass the step's barrier.
+// Writes a row's gradient over the front half of the same row. A block goes through the row from left to right. A step
+// overwrites only logits of this step and of earlier steps. All threads have read these logits when they pass the
+// step's barrier.
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
     narrow_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,

@@ -1,8 +1,9 @@
-// max_variance_select: the k values of each segment with the largest variance. Sort, try every split, mark both ends.
+// max_variance_select: the k values of each segment with the largest variance. The kernels sort the values, try every
+// split (the first i and the last k - i values), and mark both ends of the best split.
 //
-// Segments of up to 4,096 values take one launch: up to 128 values are sorted in registers by some lanes of a warp,
-// more values in shared memory by a block. Longer segments of known length are sorted together (segment_sort.h); then
-// blocks try the splits of all of them (max_variance_stretches.h).
+// Segments of up to 4,096 values take one launch. Up to 128 values are sorted in registers, by some lanes of a warp.
+// More values are sorted in shared memory, by a block. If the host knows a bound on the lengths, longer segments are
+// all sorted together (segment_sort.h). After that, blocks try the splits of all segments (max_variance_stretches.h).
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (groups)    select_groups       values, mask        -> out
@@ -25,7 +26,7 @@ namespace {
 
 // ---- in shared memory --------------------------------------------------------------------------------------------
 
-constexpr int kBlockThreads = 512;  // eight of 4,096 entries each; more threads would have too few registers
+constexpr int kBlockThreads = 512;  // eight of 4,096 entries for each; more threads would have too few registers
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, block,
                    out + begin);
   };
-  // Two calls, so that the compiler knows that in the first one the entries are in shared memory.
+  // There are two calls, so that the compiler knows that the entries of the first call are in shared memory.
   if (n <= sizes.capacity)
     select(reinterpret_cast<Entry*>(shared + SplitBlock::kSharedBytes));
   else
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 constexpr int kGroupThreads = 4 * kWarp;
 
-// Handles those groups of a warp that are longer than the caller said, one after the other.
+// Handles those groups of a warp that are longer than the caller declared, one group after the other.
 template <class T>
 __device__ void select_longer(const T* values, const bool* mask, int64_t begin, int64_t n, int64_t k, int lanes,
                               int64_t capacity, Entry* spill, bool* out) {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   const int64_t group = (int64_t{blockIdx.x} * kGroupThreads + threadIdx.x) / kLanes;
   const int64_t read = min(group, segments.count - 1), begin = segments.begin(read);
   int64_t length = segments.end(read) - begin;
-  // A lane without a group also takes part in the shuffles, but with no usable values.
+  // A lane without a group also takes part in the shuffles, but has no usable values.
   if (group >= segments.count || !sizes.has(length)) length = 0;
   const int64_t k = keep.of(length);
   const int n = length <= lanes.kCapacity ? static_cast<int>(length) : 0;
@@ -110,9 +111,9 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// For each value, writes its index, and an entry with the segment in the high bits and the key in the low bits. If
-// there is only one segment, CUB sorts by the key's bits only, in as many launches as for 32-bit keys. This kernel also
-// sets `finished` to 0, which saves a launch.
+// Writes the index and the entry of each value. The entry has the segment in the high bits, and the value's key in the
+// low bits. If there is only one segment, CUB sorts by the bits of the key only, in as many launches as for 32-bit
+// keys. This kernel also sets `finished` to 0, which saves a launch.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices, uint32_t* finished) {
@@ -145,7 +146,7 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   int bits = 32;
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
-  auto* unused = sorted.entries == entries ? entries + n : entries;  // now free: used for the spreads
+  auto* unused = sorted.entries == entries ? entries + n : entries;  // free now; later holds the spreads
   static_assert(sizeof *unused == sizeof(double));
   const int64_t blocks = segments.count + ceil_div(n, kRound);
   const SortedSegments all = {sorted,
@@ -167,13 +168,14 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
 // ---- which kernels, and how many threads -------------------------------------------------------------------------
 
 constexpr int64_t kWarpSegment = 32 * kPerLane;
-// 32 KB of entries, which fit in the default shared memory. To sort 16,384 entries, a block would need 105 steps of
-// some 2,000 cycles each, which its accesses to shared memory take: much longer than a sort by many blocks.
+// The longest segment that a block sorts: 32 KB of entries, which fit in the default amount of shared memory. For
+// 16,384 entries, a block would need 105 steps. Each step would take some 2,000 cycles, for the accesses to shared
+// memory. A sort by many blocks takes much less time.
 constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }
 
-// Calls `body` with the fewest lanes that hold `length` values.
+// Calls `body` with the smallest number of lanes that hold `length` values.
 template <int kLanes = 2, class Body>
 void with_lanes_for(int64_t length, const Body& body) {
   if constexpr (kLanes < kWarp) {
@@ -198,8 +200,8 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
       select_sorted<T>(values, keep, out, device);
       return;
     }
-    // A segment that is longer than the caller said, or does not fit in shared memory, is sorted in global memory. This
-    // is slower, but correct.
+    // A segment that is longer than the caller declared, or that does not fit in shared memory, is sorted in global
+    // memory. This is slower, but correct.
     const bool may_spill = segments.ragged() && (longest < n || n > kBlockSegment);
     Entry* spill = may_spill ? device.scratch_of<Entry>(n) : nullptr;
     const auto run = [&](const char* name, auto kernel, int64_t blocks, int threads, size_t shared_bytes,

@@ -1,4 +1,5 @@
-// Finds the subset of a segment with the largest variance. The sorted keys are in shared or global memory.
+// Finds the k values with the largest variance in a segment. The sorted keys of the segment are in shared or global
+// memory.
 #pragma once
 
 #include "bitonic_sort.h"
@@ -6,7 +7,7 @@
 
 namespace d3s {
 
-// The entry of a value: its order key and its index. Unusable values come last.
+// The entry of a value: the value's order key, and its index. Unusable values sort last.
 D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
 D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
 
@@ -16,16 +17,16 @@ D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32)
 template <class Group>
 constexpr int kSplits = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
-namespace {  // as Moments
+namespace {  // internal linkage, like Moments
 
-// A thread's part of the moments of splits. The parts of all threads are added up.
+// One thread's part of the moments of splits. The parts of all threads are added up.
 struct SplitSums {
-  Moments high;   // of keys among the last k
-  Moments moved;  // what the exchanges from one split to another add
+  Moments high;   // of the thread's keys among the last k keys
+  Moments moved;  // the change by the thread's exchanges, from one split to another
 };
 
-// A block that adds up several numbers of each thread between two barriers. This takes as long as for one number, since
-// most of the time is spent waiting.
+// A block that adds up several values of each thread between the same barriers. This takes as long as to add up one
+// value, since most of the time is spent waiting.
 struct SplitBlock : BlockGroup {
   static constexpr int kMostThreads = 512, kMostNumbers = 4;
   static constexpr int kSharedBytes =
@@ -34,7 +35,7 @@ struct SplitBlock : BlockGroup {
   __device__ explicit SplitBlock(unsigned char* shared)
       : BlockGroup(shared), of_warps_(reinterpret_cast<double*>(shared + BlockGroup::kSharedBytes)) {}
 
-  // Replaces the thread's numbers with their sums over all threads.
+  // Replaces each of the thread's numbers with its sum over all threads.
   template <int kCount>
   __device__ void sum(double (&numbers)[kCount]) const {
 #pragma unroll
@@ -42,10 +43,11 @@ struct SplitBlock : BlockGroup {
     if (rank % kWarp == 0) put(numbers);
     sync();
     get(numbers, [](int) {});
-    sync();  // the room is used again
+    sync();  // before the next call overwrites of_warps_
   }
 
-  // Replaces the thread's numbers with their sums over the threads before it. `all` gets the sums over all threads.
+  // Replaces each of the thread's numbers with its sum over the threads before this thread. `all` gets the sums over
+  // all threads.
   template <int kCount>
   __device__ void exclusive_sum(double (&numbers)[kCount], double (&all)[kCount]) const {
     double earlier[kCount] = {};
@@ -72,7 +74,8 @@ struct SplitBlock : BlockGroup {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of_warps_[rank / kWarp * kCount + i] = numbers[i];
   }
-  // Adds up the numbers of the warps in turn. Calls before(warp) when `sums` has the sums over the warps before `warp`.
+  // Sets `sums` to the sums over all warps, which are added one after the other. Before it adds a warp, calls
+  // before(warp): `sums` then has the sums over the warps before this warp.
   template <int kCount, class Body>
   __device__ void get(double (&sums)[kCount], const Body& before) const {
 #pragma unroll
@@ -94,8 +97,8 @@ __device__ inline SplitSums sum_of(const SplitSums& own, const SplitBlock& block
   return {{sums[0], sums[1]}, {sums[2], sums[3]}};
 }
 
-// Returns the sum of `start` over all threads plus the sum of `moved` over the threads before this one. `end` gets the
-// sum of `start` and `moved` over all threads.
+// Returns the sum of `start` over all threads, plus the sum of `moved` over the threads before this thread. `end` gets
+// the sum of both `start` and `moved` over all threads.
 template <class Group>
 __device__ Moments running_sum(const Moments& start, const Moments& moved, Moments& end, const Group& group) {
   const Moments first = {group.reduce(start.sum, Sum()), group.reduce(start.square, Sum())};
@@ -115,22 +118,22 @@ __device__ inline Moments running_sum(const Moments& start, const Moments& moved
 
 }  // namespace
 
-// The splits of n sorted keys, n > k > 1. `at(i)` is the i-th key.
+// The splits of n sorted keys, where n > k > 1. `at(i)` is the i-th key.
 //
-// Split i has the first i and the last k - i keys; split i + 1 has key i in place of key n - k + i. So the moments of
-// all splits are a running sum of such exchanges. The group tries the splits in rounds. In a round each thread takes a
-// few neighbouring splits, so that the loads of a warp are neighbours too.
+// Split i has the first i and the last k - i keys. Split i + 1 has key i instead of key n - k + i. So the moments of
+// all splits are a running sum over these exchanges of keys. The group of threads tries the splits in rounds. In a
+// round, each thread takes a few neighbouring splits, so that the threads of a warp also load neighbouring keys.
 template <class Keys, class Group>
 class Splits {
  public:
   __device__ Splits(const Keys& at, int n, int k, const Group& group)
       : at_(at), group_(group), k_(k), last_k_(n - k), shift_(order_key_value(at(n / 2))) {}
 
-  // Sums up the thread's share of the exchanges from split `from` to split `to`.
+  // Returns the sums over this thread's share of the exchanges from split `from` to split `to`.
   __device__ SplitSums own_sums(int from, int to) const {
     SplitSums own;
     for (int round = from; round < to; round += group_.size * kEach) {
-      float in[kEach], out[kEach];  // beyond `to` values that add nothing
+      float in[kEach], out[kEach];  // from `to` on: values that add nothing
 #pragma unroll
       for (int r = 0; r < kEach; ++r) {
         const int i = round + group_.rank + r * group_.size;
@@ -146,15 +149,15 @@ class Splits {
     return own;
   }
 
-  // Calls body(split, spread) for the splits in [from, to), where `to` is at most k + 1. share() is the thread's share
-  // of the moments of split `from`. It is added up together with the exchanges, and may be loaded together with the
-  // keys.
+  // Calls body(split, spread) for the splits in [from, to), where `to` is at most k + 1. share() returns this thread's
+  // share of the moments of split `from`. The shares are added up together with the exchanges. If share() loads values,
+  // these loads run at the same time as the loads of keys.
   template <class Share, class Body>
   __device__ void for_each(const Share& share, int from, int to, const Body& body) const {
     Moments start;
     for (int round = from; round < to; round += group_.size * kEach) {
       const int first = round + group_.rank * kEach;
-      float in[kEach], out[kEach];  // from k on an exchange of the same values
+      float in[kEach], out[kEach];  // from index k on: an exchange of equal values
       Moments moved, end;
 #pragma unroll
       for (int r = 0; r < kEach; ++r) {
@@ -187,11 +190,11 @@ class Splits {
 
   const Keys& at_;
   const Group& group_;
-  int k_, last_k_;  // last_k_: where the last k keys begin
+  int k_, last_k_;  // last_k_: the index of the first of the last k keys
   float shift_;
 };
 
-// How many of the kept k come from the low end of n sorted keys, n > k > 1.
+// Returns how many of the k kept keys come from the low end of n sorted keys, where n > k > 1.
 template <class Keys, class Group>
 __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   const Splits<Keys, Group> splits(at, n, k, group);
@@ -205,8 +208,8 @@ __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   return group.reduce(chosen, Max());
 }
 
-// Whether the lowest values are kept, without trying splits: if all values are kept, or only one, which has no
-// variance.
+// Whether no splits need to be tried, since the lowest values are kept. This is so if all values are kept, or if only
+// one value is kept, which has no variance.
 D3S_HOST_DEVICE bool keeps_lowest(int64_t usable, int64_t keep) { return usable <= keep || keep <= 1; }
 D3S_HOST_DEVICE Ends lowest(int64_t usable, int64_t keep) { return {usable < keep ? usable : keep, 0, usable}; }
 
@@ -239,7 +242,8 @@ __device__ void select_segment(const T* values, const bool* mask, int n, int64_t
 #pragma unroll kTurns
   for (int rank = group.rank; rank < n; rank += group.size) {
     const auto index = static_cast<uint32_t>(entries[rank]);
-    // With unchecked offsets, segments may overlap, and overwrite each other's entries in global memory.
+    // If unchecked offsets are bad, segments may overlap. They then overwrite each other's entries in global memory, so
+    // that an index may be out of bounds.
     if (index < static_cast<uint32_t>(n)) out[index] = ends.keeps(rank);
   }
 }

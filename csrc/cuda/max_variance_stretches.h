@@ -1,6 +1,6 @@
-// Finds the best splits of long segments, whose sorted keys are in global memory. The splits of a segment are cut into
-// stretches, one for each block. The length of the stretches depends only on the segment's own length, so that its sums
-// have the same bits in any batch.
+// Finds the best split of each long segment. The sorted keys are in global memory. The splits of a segment are cut into
+// stretches, and each stretch gets a block. The length of a stretch depends only on the length of its own segment, so
+// that the sums of a segment are bitwise equal in any batch.
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (sums)      sum_stretches       sorted              -> sums, ends[].usable
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kStretchThreads = 256;
 constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
-// A stretch is one round, or several rounds in longer segments: each block adds up the sums of all stretches before its
-// own, so a segment should have at most some 4,000 stretches.
+// A stretch is one round. In segments of kMostOfOneRound values or more, it is several rounds: each block adds up the
+// sums of all stretches before its own stretch, so a segment should have at most some 4,000 stretches.
 constexpr int kMostOfOneRound = 1 << 22;
 
 struct SortedSegments {
@@ -28,19 +28,20 @@ struct SortedSegments {
   Keep keep;
   Ends* ends;          // [segments]
   uint32_t* finished;  // [segments]: how many stretches are finished
-  // [blocks]: see Stretch::slot()
+  // sums and best are [blocks], indexed by Stretch::slot()
   SplitSums* sums;
-  double* best;     // the largest spread of the stretch
-  double* spreads;  // [values]: split i of a segment is at its i-th place; there are fewer splits than values
+  double* best;     // the largest spread of each stretch
+  double* spreads;  // [values]: split i is at its segment's i-th value; no segment has more splits than values
 };
 
-// The block's stretch. The first blocks take the first stretch of each segment, even of an empty one. For later
-// stretches, the places of all segments are cut into rounds, with one block each: a stretch belongs to the block of the
-// round in which it begins. No two stretches begin in the same round: a segment's stretches are at least a round apart,
-// and its second stretch begins at least a round after the segment's first place.
+// The stretch of a block. The first blocks take the first stretch of each segment; even an empty segment has such a
+// block. For the later stretches, the sorted values of all segments together are cut into rounds, and each round has a
+// block. A stretch belongs to the block of the round in which the stretch begins. No two of these stretches begin in
+// the same round: the stretches of a segment begin at least a round apart, and the second stretch begins at least a
+// round after the segment's first value.
 struct Stretch {
   int64_t segment, begin, keep;
-  int64_t from = -1;  // its first split; -1 if the block has no stretch
+  int64_t from = -1;  // the first split of the stretch; -1 if the block has no stretch
   int number, n, length;
 
   __device__ explicit Stretch(const SortedSegments& all) {
@@ -48,7 +49,7 @@ struct Stretch {
     const int64_t round = static_cast<int64_t>(blockIdx.x) - segments.count;
     if (round < 0)
       segment = blockIdx.x;
-    else  // reading the segment takes less time than a search
+    else  // reading the segment from an entry takes less time than a search
       segment = segments.ragged() ? static_cast<int64_t>(all.sorted.entries[round * kRound] >> 32)
                                   : segments.find(round * kRound);
     begin = segments.begin(segment);
@@ -74,13 +75,14 @@ struct SortedKeys {
   __device__ uint32_t operator()(int i) const { return static_cast<uint32_t>(entries[i]); }
 };
 
-// How many of n sorted keys are usable. The usable ones come first, so this is a search, in which all threads try one
-// place each in a round. It takes two rounds for 65,536 keys, or one if all of them are usable.
+// Returns how many of n sorted keys are usable. Usable keys come first, so the block searches for the first unusable
+// key. In each round of the search, every thread tries one key. The search takes two rounds for 65,536 keys, or one
+// round if all of these are usable.
 __device__ inline int count_usable(const SortedKeys& at, int n, const SplitBlock& block) {
-  int low = 0, high = n;  // those before `low` are usable, those from `high` on are not
+  int low = 0, high = n;  // keys before `low` are usable, keys from `high` on are not
   while (low < high) {
     const int step = (high - low + block.size - 1) / block.size;
-    const int64_t tried = low + (block.rank + int64_t{1}) * step - 1;  // the last of the thread's `step` places
+    const int64_t tried = low + (block.rank + int64_t{1}) * step - 1;  // the last of the thread's `step` keys
     const int before = __syncthreads_count(at(tried < high ? static_cast<int>(tried) : high - 1) != kUnusable);
     const int64_t usable = low + int64_t{before} * step;
     low = usable < high ? static_cast<int>(usable) : high;
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(kStretchThreads, 2)
   if (block.rank == 0) all.sums[stretch.slot(all, stretch.number)] = sums;
 }
 
-// The largest number of all threads. They are compared as integers that sort in the same order, which needs less code.
+// The maximum over all threads' values. The values are compared as integers that sort in the same order, which needs
+// less code.
 __device__ inline double largest(double own, const SplitBlock& block) {
   const auto flip = [](int64_t bits) { return bits < 0 ? bits ^ INT64_MAX : bits; };
   int64_t bits;
@@ -118,7 +121,7 @@ __device__ inline double largest(double own, const SplitBlock& block) {
   return own;
 }
 
-// Computes the spreads of a stretch, and returns the largest.
+// Writes the spreads of a stretch's splits, and returns the largest spread.
 __device__ inline double find_spreads(const SortedSegments& all, const Stretch& stretch, int stretches, int usable,
                                       const SplitBlock& block) {
   const SortedKeys at = {all.sorted.entries + stretch.begin};
@@ -129,7 +132,7 @@ __device__ inline double find_spreads(const SortedSegments& all, const Stretch& 
     if (i < stretches) read = all.sums[stretch.slot(all, i)];
   };
   load(block.rank);
-  const auto share = [&] {  // of the last k keys, and of all exchanges before the stretch
+  const auto share = [&] {  // the moments of the last k keys, plus all exchanges before the stretch
     Moments before;
     for (int i = block.rank; i < stretches; i += block.size) {
       const bool earlier = i < stretch.number;
@@ -147,8 +150,8 @@ __device__ inline double find_spreads(const SortedSegments& all, const Stretch& 
   return largest(best, block);
 }
 
-// The last block of a segment to finish decides: it reads the spreads of the last stretch that has one equal to the
-// best.
+// Of the blocks of a segment, the one that finishes last chooses the split. It reads only the spreads of the last
+// stretch that has a spread equal to the best one.
 __global__ void __launch_bounds__(kStretchThreads, 2) find_sorted_ends(const __grid_constant__ SortedSegments all) {
   const SplitBlock block(dynamic_shared<unsigned char>());
   const Stretch stretch(all);
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kStretchThreads, 2) find_sorted_ends(const __g
   bool is_last = false;
   if (block.rank == 0) {
     all.best[stretch.slot(all, stretch.number)] = own;
-    __threadfence();  // what this block found is written before its stretch counts as finished
+    __threadfence();  // the spreads and `best` are written before the stretch counts as finished
     is_last = atomicAdd(all.finished + stretch.segment, 1u) == static_cast<uint32_t>(stretches) - 1;
     if (is_last) __threadfence();
   }

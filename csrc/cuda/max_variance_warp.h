@@ -1,11 +1,11 @@
-// Finds the subset of a group with the largest variance. The group is in the registers of a few lanes of a warp.
+// Finds the k values with the largest variance in a group. The values are in the registers of a few lanes of a warp.
 //
-// Only keys are sorted, by shuffles. The sorted keys give the two cuts of the best split. A value is kept if its own
-// key is below the first cut, or not below the second; ties are decided by counting equal keys. So no index is moved,
-// which would triple the work of the sort: an exchange of keys is one shuffle and one minimum; an exchange of keys with
+// Only keys are sorted, by shuffles. The best split of the sorted keys gives two cuts. A value is kept if its key is
+// below the first cut, or not below the second cut; ties are decided by counting equal keys. So the sort does not move
+// indices, which would triple its work. An exchange of keys is one shuffle and one minimum; an exchange of keys with
 // indices would be two shuffles, two comparisons and two selections.
 //
-// The groups of a warp may differ in length. Every step runs for all of them, even if only some groups need it.
+// The groups of a warp may differ in length. Every step runs for all groups, even if only some of them need the step.
 #pragma once
 
 #include <cfloat>
@@ -16,7 +16,7 @@
 
 namespace d3s {
 
-// The key of a value that is masked out or not finite. It sorts after all others.
+// The key of a value that is masked out or not finite. It sorts after all other keys.
 constexpr uint32_t kUnusable = UINT32_MAX;
 
 D3S_HOST_DEVICE uint32_t usable_key(float value, bool wanted) {
@@ -25,16 +25,17 @@ D3S_HOST_DEVICE uint32_t usable_key(float value, bool wanted) {
 
 template <class T>
 __device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
-  const bool wanted = !mask || mask[i];  // read without waiting for the value
+  const bool wanted = !mask || mask[i];  // loaded without waiting for the load of the value
   return usable_key(to_float(values[i]), wanted);
 }
 
-// Keys of a lane. With 4 keys, a warp holds two groups of 64 values, and half of the sort's steps move nothing between
-// lanes. With 2, a group would take a third more instructions. With 8, half of the schedulers would have no warp when
-// there are 1,024 groups.
+// The number of keys in a lane. With 4 keys, a warp holds two groups of 64 values, and half of the sort's steps move
+// nothing between lanes. With 2 keys, a group would take a third more instructions. With 8 keys, half of the schedulers
+// would have no warp if there are 1,024 groups.
 constexpr int kPerLane = 4;
 
-// Which sorted entries are kept: the first `low` and the last `high` of the usable ones, which come first.
+// Which sorted entries are kept. The `usable` entries come first; of these, the first `low` and the last `high` are
+// kept.
 struct Ends {
   int64_t low, high, usable;
 
@@ -43,8 +44,8 @@ struct Ends {
 
 // The kLanes neighbouring lanes that hold a group. All lanes of the warp take part in every call.
 //
-// Before the sort, key r of a lane has index `rank + r * kLanes`, so that neighbouring lanes load neighbours. After the
-// sort, it has place `rank * kPerLane + r`.
+// Before the sort, key r of a lane belongs to the value at index `rank + r * kLanes`, so that neighbouring lanes load
+// neighbouring values. After the sort, key r is at position `rank * kPerLane + r` of the sorted keys.
 template <int kLanes>
 struct Lanes {
   static constexpr int kCapacity = kLanes * kPerLane;
@@ -58,17 +59,17 @@ struct Lanes {
 
   // ---- communication ---------------------------------------------------------------------------------------------
 
-  // One bit for each lane of the warp; the bits of other groups are 0.
+  // Returns one bit for each lane of the warp. The bits of other groups are 0.
   __device__ unsigned ballot(bool predicate) const {
     return __ballot_sync(kAllLanes, predicate) & (kAllLanes >> (kWarp - kLanes) << first);
   }
 
-  // The sum over the lanes before this one, or over those after it.
+  // Returns the sum over the lanes before this lane, or over the lanes after it.
   template <bool kBefore>
   __device__ double sum_of_others(double value) const {
     double sum = 0.0;
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {  // `value` is the sum over the lane's aligned `step` lanes
+    for (int step = 1; step < kLanes; step *= 2) {  // `value` is the sum over `step` aligned lanes
       const double other = __shfl_xor_sync(kAllLanes, value, step);
       if (((rank & step) != 0) == kBefore) sum += other;
       value += other;
@@ -82,15 +83,16 @@ struct Lanes {
     return value;
   }
 
-  // The key at `place`, which must be the same for all lanes of the group. Places from kCapacity on wrap around to the
-  // group's start.
+  // Returns the sorted key at position `place`, which must be the same for all lanes of the group. Positions from
+  // kCapacity on wrap around to the start of the group.
   __device__ uint32_t at(const uint32_t (&sorted)[kPerLane], int place) const {
     const bool odd = place & 1, upper = place & 2;
     const uint32_t lower = odd ? sorted[1] : sorted[0], higher = odd ? sorted[3] : sorted[2];
     return __shfl_sync(kAllLanes, upper ? higher : lower, place / kPerLane, kLanes);
   }
 
-  // The keys `distance` places after the lane's keys. `distance` must be the same for all lanes of the group.
+  // Sets `keys` to the sorted keys that are `distance` positions after the lane's own keys. `distance` must be the same
+  // for all lanes of the group.
   __device__ void ahead(const uint32_t (&sorted)[kPerLane], unsigned distance, uint32_t (&keys)[kPerLane]) const {
 #pragma unroll
     for (int r = 0; r < kPerLane; ++r) keys[r] = sorted[r];
@@ -109,7 +111,7 @@ struct Lanes {
 
   // ---- sort ------------------------------------------------------------------------------------------------------
 
-  // Compares each key with the key whose place differs in the bits of `flip`, and puts the smaller one first.
+  // Compares each key with the key whose position differs in the bits of `flip`, and puts the smaller key first.
   __device__ void exchange(uint32_t (&keys)[kPerLane], int flip, int highest_bit) const {
     uint32_t others[kPerLane];
     const int lanes = flip / kPerLane;
@@ -127,7 +129,7 @@ struct Lanes {
 
   __device__ void sort(uint32_t (&keys)[kPerLane]) const {
 #pragma unroll
-    for (int half = 1; half < kCapacity; half *= 2) {  // merges two sorted halves; the second is reversed to compare
+    for (int half = 1; half < kCapacity; half *= 2) {  // merges two sorted halves, the second half in reverse
       exchange(keys, 2 * half - 1, half);
 #pragma unroll
       for (int stride = half / 2; stride > 0; stride /= 2) exchange(keys, stride, stride);
@@ -136,16 +138,16 @@ struct Lanes {
 
   // ---- splits ----------------------------------------------------------------------------------------------------
 
-  // How many of the kept k come from the low end of n sorted keys, if n > k > 1. A lane tries the splits whose numbers
-  // are its places. Split i has the keys before place i, and for each place from i to k - 1 its partner: the key n - k
-  // places after it.
+  // Returns how many of the k kept keys come from the low end of n sorted keys, if n > k > 1. A lane tries split i for
+  // each position i of its own keys. Split i has the keys at the positions before i. For each position from i to k - 1,
+  // it also has the partner of this position: the key n - k positions after it.
   __device__ int best_split(const uint32_t (&sorted)[kPerLane], int n, int k) const {
     const double shift = order_key_value(at(sorted, n / 2)), count = k;
     uint32_t partners[kPerLane];
     ahead(sorted, static_cast<unsigned>(n - k), partners);
 
     const int place = rank * kPerLane;
-    Moments low[kPerLane + 1], high[kPerLane + 1];  // of the lane's keys before r, and its partners from r on
+    Moments low[kPerLane + 1], high[kPerLane + 1];  // of the lane's keys before r; of its partners from r on
 #pragma unroll
     for (int r = 0; r < kPerLane; ++r) {
       low[r + 1] = low[r];
@@ -187,12 +189,12 @@ struct Lanes {
 
   // ---- marks -----------------------------------------------------------------------------------------------------
 
-  // Marks the first `number` keys in the order of key and index.
+  // Marks the first `number` keys in ascending order. Among equal keys, lower indices come first.
   __device__ void mark_first(const uint32_t (&keys)[kPerLane], const uint32_t (&sorted)[kPerLane], int number,
                              bool (&marks)[kPerLane]) const {
     const uint32_t next = at(sorted, number), cut = number < kCapacity ? next : kUnusable;
     unsigned equal[kPerLane];
-    int left = number;  // how many keys equal to the cut are marked
+    int left = number;  // how many of the keys equal to the cut are still to be marked
 #pragma unroll
     for (int r = 0; r < kPerLane; ++r) {
       equal[r] = ballot(keys[r] == cut);

@@ -1,5 +1,5 @@
-// Notes invalid arguments on the device. All threads of a grid call these functions once, in one kernel of an op,
-// before its work starts, when few registers are in use.
+// Notes on the device that arguments are invalid. In one kernel of an op, all threads of the grid call these functions
+// once. They do so before the kernel's work starts, when few registers are in use.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -7,8 +7,7 @@
 
 namespace d3s {
 
-// Not inlined, so that the rest of a kernel's code stays the same. Kernels call these functions only if there are
-// offsets, or if a number is on the device.
+// This is not inlined, so that the code of the rest of a kernel stays the same. It is called only if there are offsets.
 __device__ D3S_NOINLINE inline void note_any_offsets(const Segments& segments, const Faults& faults) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
 #pragma unroll 1

@@ -1,7 +1,7 @@
-// importance_ratio, entropy_groups, adaptive_clip. If means of groups are needed, a block takes a whole sequence: it
-// adds up the groups and then writes a number for each token. Ragged sequences, or a few long ones, take two launches
-// instead, in which each warp has 1,024 tokens, wherever sequences begin and end. Sums are integers, so that atomic
-// additions give the same bits in any order.
+// importance_ratio, entropy_groups, adaptive_clip. If the means of groups are needed, a block handles a whole sequence:
+// it sums the groups, and then writes a value for each token. Ragged sequences, or a few long sequences, take two
+// launches instead. In these, each warp has 1,024 tokens, wherever sequences begin and end. Sums are integers, so
+// atomic additions give bitwise equal sums in any order.
 //
 //   launch                      kernel                reads (and mask, group ids)              -> writes
 //   importance_ratio            whole_sequences       logprob and old_logprob                  -> out
@@ -24,15 +24,15 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kStretch = 1024;  // tokens of a warp: enough warps for a small batch, few atomics for a large one
+constexpr int64_t kStretch = 1024;  // tokens of a warp: gives a small batch enough warps, and a large batch few atomics
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
-constexpr int kVector = 4;          // tokens: 16 bytes of numbers, 4 of the mask
-constexpr int kOwnGroups = 4;       // groups of which each thread has its own sums; more groups are rare
-constexpr uint32_t kEach = 0x01010101u;  // times a byte: that byte for each of kVector tokens
+constexpr int kVector = 4;          // tokens: 16 bytes of floats, 4 bytes of the mask
+constexpr int kOwnGroups = 4;       // each thread has its own sums for so many groups; more groups are rare
+constexpr uint32_t kEach = 0x01010101u;  // kEach * b has the byte b for each of kVector tokens
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
-// Neighbouring numbers, which are loaded or stored at once.
+// Neighbouring values, which are loaded or stored with one instruction.
 template <int kWide>
 struct Few {
   float at[kWide];
@@ -76,21 +76,22 @@ __device__ __forceinline__ void store(int8_t* p, uint32_t bytes) {
     *reinterpret_cast<uint32_t*>(p) = bytes;
 }
 
-// Whether kVector tokens are one load or store if the first one's index is a multiple of kVector. True for null.
+// Whether kVector tokens can be loaded or stored together, if the index of their first token is a multiple of kVector.
+// True for null.
 template <class T>
 bool has_vectors(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (kVector * sizeof(T)) == 0;
 }
 
-// The tokens in [begin, end), shared by the `size` threads of a warp or of a block.
+// The tokens in [begin, end), divided among the `size` threads of a warp or of a block.
 struct Part {
   int64_t begin, end;
   int rank, size;
 };
 
-// Calls body(width, first, step, end) for this thread's tokens. A call has kInFlight vectors, as far as they are before
-// `end`; vector j is the `width` tokens from first + j * step on. Before the first whole vector and after the last one,
-// and everywhere if `vectors` is false, `width` is 1.
+// Calls body(width, first, step, end) for this thread's tokens. One call has up to kInFlight vectors. Vector j has the
+// `width` tokens from first + j * step on, and exists if this index is below `end`. `width` is kVector for whole
+// vectors. It is 1 before the first and after the last whole vector, and everywhere if `vectors` is false.
 template <class Body>
 __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const Body& body) {
   const auto each = [&](auto width, int64_t begin, int64_t end) {
@@ -106,28 +107,28 @@ __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const
     each(std::integral_constant<int, 1>(), side ? last : part.begin, side ? part.end : first);
 }
 
-// Neighbouring tokens. For a token that is masked out or in no group, a and b are 0. So its term is 0, its ratio is
-// exactly 1, and it has no gradient.
+// Neighbouring tokens. If a token is masked out or in no group, a and b count as 0. So the token's term is 0, its ratio
+// is exactly 1, and it has no gradient.
 template <int kWide>
 struct Tokens {
   Few<kWide> a = {}, b = {};
   uint32_t present = 0, ids = 0;  // a byte for each token
 
   __device__ __forceinline__ bool has(int k) const { return (present & 0xffu << 8 * k) && !(ids & 0x80u << 8 * k); }
-  // The ids, with `none` in place of that of a token that is masked out or in no group.
+  // Returns the group ids of the tokens. If a token is masked out or in no group, `none` replaces its id.
   __device__ __forceinline__ uint32_t groups(uint32_t none) const {
     const uint32_t some = ((present & 0x7f * kEach) + 0x7f * kEach) | present;  // the highest bit of each byte
     const uint32_t absent = ((~some | ids) & 0x80 * kEach) / 0x80 * 0xff;
     return (ids & ~absent) | (none * kEach & absent);
   }
-  // The group of a token; kNone if it is masked out or in no group.
+  // Returns the group of a token; kNone if the token is masked out or in no group.
   __device__ __forceinline__ int group(int k) const {
     return Min()(int{static_cast<int8_t>(groups(0xff) >> 8 * k)}, TokenGroups::kBad);
   }
   __device__ __forceinline__ float difference(int k) const { return has(k) ? a.at[k] - b.at[k] : 0.f; }
 };
 
-// The inputs of each token: its numbers in a and b (0 if b is null), and its group.
+// The inputs of each token: its values in a and b, and its group. If b is null, its values count as 0.
 struct Terms {
   const float *a, *b;
   TokenGroups groups;
@@ -151,8 +152,8 @@ struct Terms {
   }
 };
 
-// Calls body(sequence, part) for each sequence's part of this warp's tokens, and body(-1, part) for tokens that bad
-// offsets leave out.
+// Calls body(sequence, part) for each sequence that has tokens in this warp's stretch; `part` has these tokens. Calls
+// body(-1, part) for tokens that belong to no sequence because offsets are bad.
 template <class Body>
 __device__ __forceinline__ void for_stretches(const TokenGroups& groups, const Body& body) {
   const Segments& sequences = groups.sequences;
@@ -175,7 +176,8 @@ __device__ __forceinline__ void for_stretches(const TokenGroups& groups, const B
   }
 }
 
-// The same as bounded_ratio(), from which nvcc would make branches around the loads of the bounds.
+// Returns the same as bounded_ratio(). From the code of bounded_ratio(), nvcc would make branches around the loads of
+// the bounds.
 __device__ __forceinline__ float ratio_within(const LogBounds& bounds, float x) {
   const float low = bounds.low, high = bounds.high;
   return exponential(x < low ? low : x > high ? high : x);
@@ -190,13 +192,15 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
   if (part.flags) atomicOr(&total->flags, part.flags);
 }
 
-// A thread adds up its terms of a group in one word: their units in the lower 52 bits, their number above. 4,095 terms
-// fit, since their units are below 2^50. A part has at most kLong tokens, so that a thread has at most 2,050.
+// A thread adds up its terms of a group in one word. The lower 52 bits have the sum of the terms in units of
+// exact_sum.h, and the upper bits have the number of terms. There is room for 4,095 terms, since the sum of their units
+// is below 2^50. A part has at most kLong tokens, so a thread has at most 2,050 terms.
 constexpr int kUnitBits = 52;
 constexpr int64_t kLong = int64_t{1} << 19;
 
-// Adds a - b for each token of a part: to this thread's word of its group, or to `sums` if the term is far or the group
-// has no words. A block's words are [group][thread]; the last ones, of tokens in no group, are never read.
+// For each token of a part, adds the term a - b to this thread's word for the token's group. If the term is far or the
+// group has no words, adds the term to sums[group] instead. The words of a block are [group][thread]. The last group of
+// words is for tokens in no group, and is never read.
 template <bool kGroups>
 __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, uint64_t* words, ExactSum* sums,
                                          const Faults& faults) {
@@ -236,7 +240,8 @@ __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, u
   if (!kGroups) *words = only;
 }
 
-// Adds the words of a part's threads to `sums`; words[0] is the first thread's. Each warp adds those of some groups.
+// Adds the words of all threads of a part to `sums`. words[0] is the word of the first thread. Each warp adds the words
+// of some groups.
 template <bool kGroups>
 __device__ __forceinline__ void add_words(const uint64_t* words, const Part& part, ExactSum* sums) {
   for (int g = part.rank / kWarp; g < (kGroups ? kOwnGroups : 1); g += part.size / kWarp) {
@@ -259,15 +264,16 @@ __global__ void __launch_bounds__(kThreads)
   note_offsets(terms.groups.sequences, faults);
   for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
     if (sequence < 0) return;
-    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x;  // no other lane reads them
+    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x;  // no other lane reads this lane's words
     add_part<kGroups>(terms, part, words, sums + sequence * terms.groups.each, faults);
     add_words<kGroups>(words - part.rank, part, sums + sequence * terms.groups.each);
   });
 }
 
-// ---- a number for each token -------------------------------------------------------------------------------------
+// ---- a value for each token --------------------------------------------------------------------------------------
 
-// What is computed from the means: a ratio for each group, a ratio for each token, or `scale` times the mean.
+// The results that are computed from the means: a ratio for each group, a ratio for each token, or `scale` times the
+// mean.
 struct Numbers {
   bool ratios, of_tokens;
   LogBounds bounds;
@@ -279,10 +285,10 @@ struct Numbers {
   __device__ __forceinline__ float of_none() const { return !ratios ? kNoClip : of_tokens ? 0.f : kNoRatio; }
 };
 
-constexpr int kTable = kMostGroups + 2;  // numbers by group, from TokenGroups::kNone to kBad
+constexpr int kTable = kMostGroups + 2;  // one value for each group, from TokenGroups::kNone to kBad
 
-// Fills the table of a sequence. `sums` is null for tokens outside of sequences. The table has NaN for bad ids, and for
-// tokens outside of sequences.
+// Fills the table of a sequence. For tokens outside of sequences, `sums` is null, and the whole table is NaN. For bad
+// ids, the value in the table is NaN.
 __device__ __forceinline__ void fill_table(float* table, const ExactSum* sums, int groups, const Numbers& numbers,
                                            int rank) {
   const int group = rank - 1;
@@ -322,7 +328,7 @@ __global__ void __launch_bounds__(kThreads) write_numbers(const __grid_constant_
   float* table = dynamic_shared<float>() + threadIdx.x / kWarp * kTable;
   for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
     const int each = terms.groups.each;
-    __syncwarp();  // the table is used again
+    __syncwarp();  // before the table is overwritten
     fill_table(table, sequence < 0 ? nullptr : sums + sequence * each, each, numbers, part.rank);
     __syncwarp();
     numbers.of_tokens ? write_part<kGroups, true>(terms, part, numbers, table, out)
@@ -330,7 +336,7 @@ __global__ void __launch_bounds__(kThreads) write_numbers(const __grid_constant_
   });
 }
 
-// There is a block for each sequence; all sequences have the same length.
+// There is one block for each sequence. All sequences have the same length.
 template <bool kGroups>
 __global__ void __launch_bounds__(kThreads)
     whole_sequences(const __grid_constant__ Terms terms, const __grid_constant__ Numbers numbers, float* out,
@@ -353,12 +359,12 @@ __global__ void __launch_bounds__(kThreads)
                     : write_part<kGroups, false>(terms, part, numbers, table, out);
 }
 
-constexpr int64_t kShort = 8192;  // one block adds up and writes so many tokens in the time of two launches
-constexpr int64_t kMany = 128;    // so many sequences are enough blocks for a GPU, however long they are
+constexpr int64_t kShort = 8192;  // tokens that one block sums and writes in the time of two launches
+constexpr int64_t kMany = 128;    // so many sequences, with one block each, keep a GPU busy, whatever their length
 
 void write_group_numbers(const char* name, const char* name_of_sums, const float* a, const float* b,
                          const TokenGroups& groups, const Numbers& numbers, float* out, Device& device) {
-  if (groups.tokens == 0) return;  // rows without tokens would be blocks without threads
+  if (groups.tokens == 0) return;  // else a block for sequences without tokens would have no threads
   const Terms terms(a, b, groups, out);
   const size_t words = kThreads * sizeof(uint64_t) * (groups.ids ? kOwnGroups + 1 : 1);
   const Segments& sequences = groups.sequences;
@@ -380,8 +386,8 @@ void write_group_numbers(const char* name, const char* name_of_sums, const float
 
 // ---- token by token ----------------------------------------------------------------------------------------------
 
-// out[i] = value(i) for all n. It has two steps, loading and computing, so that a thread loads several vectors before
-// it computes the first.
+// out[i] = value(i) for each i below n. `value` has two steps, loading and computing, so that a thread can load several
+// vectors before it computes with the first.
 template <class Out, class Value>
 __global__ void __launch_bounds__(kThreads)
     write_each(int64_t n, bool vectors, const __grid_constant__ Value value, Out* out) {
@@ -452,7 +458,7 @@ struct QuantileGroup {
   const bool* above;
   int quantiles;
 
-  // Loads kWide tokens and returns their groups, one byte for each.
+  // Loads kWide tokens and returns their groups, one byte for each token.
   template <int kWide>
   __device__ __forceinline__ uint32_t load(int64_t i) const {
     const Tokens<kWide> tokens = entropy.at<false, kWide>(i);

@@ -5,11 +5,11 @@
 #include "vectors.h"
 
 namespace d3s {
-namespace {  // internal linkage, as the states of core/softmax_state.h have
+namespace {  // internal linkage, like the states of core/softmax_state.h
 
 constexpr int kGradientThreads = 256;
 
-// Turns a logit of one row into its gradient.
+// Computes the gradients of the logits of one row.
 struct RowGradient {
   GradientLine line;
   float max, scale, temperature;
@@ -29,11 +29,11 @@ struct RowGradient {
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 
  private:
-  // e * on_line, but 0 for a logit of -inf, where the product could be 0 * inf; NaN stays
+  // e * on_line. For a logit of -inf the result is 0, since the product could be 0 * inf. NaN stays NaN.
   __device__ static float product(float e, float on_line) { return e > 0.f ? e * on_line : e; }
 };
 
-// Writes one number to n places.
+// Sets n elements to the same number.
 template <class T>
 __device__ void fill(T* p, int n, float number) {
   const T value = from_float<T>(number);

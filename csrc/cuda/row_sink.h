@@ -1,4 +1,4 @@
-// Where the kernels of logprob_entropy.cu write the result of a row.
+// The memory to which the kernels of logprob_entropy.cu write the results of rows.
 #pragma once
 
 #include "../ops/logprob_entropy.h"

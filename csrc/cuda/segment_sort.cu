@@ -1,9 +1,10 @@
-// Sorts the values of long segments, or the places of kept tokens by their token. Up to 65,536 entries are sorted by
-// the kernels here, in three launches at most. CUB takes twelve, which more entries make worth while.
+// Sorts the values of long segments by their keys, or the places of kept tokens by their tokens. Up to 65,536 entries
+// are sorted by the kernels of this file, in at most three launches. CUB takes twelve launches, which is worth while
+// only for more entries.
 //
 //   launch         kernel        reads      -> writes
 //   sort (runs)    sort_runs     entries    -> runs: each block sorts 256 entries
-//   sort (merge)   merge_runs    runs       -> longer runs; at last the sorted entries and their indices
+//   sort (merge)   merge_runs    runs       -> longer runs; finally the sorted entries and their indices
 #include "segment_sort.h"
 
 #include <utility>
@@ -13,20 +14,20 @@
 namespace d3s {
 namespace {
 
-// While it is sorted, an entry has its index in the low bits. So no two are equal, and the sort is stable.
+// During the sort, an entry has its index in the low bits. So no two entries are equal, and the sort is stable.
 constexpr int kIndexBits = 16;
 constexpr int64_t kMostOwnEntries = int64_t{1} << kIndexBits;
-constexpr int kRun = 256;    // and as many threads
-constexpr int kMerged = 16;  // runs that become one: 256 runs need two launches
+constexpr int kRun = 256;    // entries, sorted by as many threads
+constexpr int kMerged = 16;  // runs that are merged into one; 256 runs need two launches
 constexpr int kMergeThreads = 256;
 
-// Sorts the entries of a warp, one of each lane.
+// Sorts the 32 entries of a warp. Each lane has one entry.
 __device__ __forceinline__ Entry warp_sorted(Entry own) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
   for (int run = 2; run <= kWarp; run *= 2)
 #pragma unroll
-    for (int stride = run / 2; stride > 0; stride /= 2) {  // each other run descends
+    for (int stride = run / 2; stride > 0; stride /= 2) {  // every second run is sorted in descending order
       const Entry other = __shfl_xor_sync(kAllLanes, own, stride);
       const bool smaller = !(lane & run) == !(lane & stride);  // the lane keeps the smaller of the two
       own = (other < own) == smaller ? other : own;
@@ -34,9 +35,9 @@ __device__ __forceinline__ Entry warp_sorted(Entry own) {
   return own;
 }
 
-// Each warp sorts 32 entries. Then each thread finds the place of its entry among all, by a search in the entries of
-// each warp for the first that is not smaller; all searches take a step at the same time. Entries past the end are the
-// largest.
+// Each warp sorts 32 entries. Then each thread finds the position of its entry among all entries of the block. For
+// this, it searches the entries of each warp for the first entry that is not smaller. All of the thread's searches take
+// a step at the same time. Entries past the end are the largest.
 __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n, Entry* runs) {
   Entry* of_warps = dynamic_shared<Entry>();
   const int begin = static_cast<int>(blockIdx.x) * kRun, rank = static_cast<int>(threadIdx.x), i = begin + rank;
@@ -57,9 +58,9 @@ __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n
   if (place < min(kRun, n - begin)) runs[begin + place] = own;
 }
 
-// A thread finds the place of one entry among kMerged runs, by a search in each for the first entry that is not
-// smaller. All searches take a step at the same time, so that as many loads are in flight: nvcc does this only if it is
-// told that three blocks are enough, since it needs 74 registers.
+// A thread finds the position of one entry among kMerged runs. For this, it searches each run for the first entry that
+// is not smaller. All of the thread's searches take a step at the same time, so that kMerged loads are in flight. This
+// needs 74 registers. nvcc uses so many only because the launch bounds ask for no more than three blocks.
 template <bool kLast>
 __global__ void __launch_bounds__(kMergeThreads, 3)
     merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {
@@ -70,7 +71,8 @@ __global__ void __launch_bounds__(kMergeThreads, 3)
   int at[kMerged];
 #pragma unroll
   for (int r = 0; r < kMerged; ++r) at[r] = first + r * length;
-  // Steps of half the length, a quarter, ..., 1 and 1 again: their sum is the length, a power of two.
+  // The steps are half the length, a quarter of it, ..., 1, and 1 again. Their sum is the length, which is a power of
+  // two.
 #pragma unroll 1
   for (int left = length; left > 0; left /= 2) {
     const int step = left > 1 ? left / 2 : 1;

@@ -1,4 +1,4 @@
-// Decides by a segment's length which launch handles it. Only the device may know the lengths.
+// Decides from a segment's length which launch handles the segment. The lengths may be known only on the device.
 #pragma once
 
 #include "../core/segments.h"
@@ -9,12 +9,13 @@ namespace d3s {
 // A launch handles the segments with a length in [shortest, longest]; another launch handles the others.
 struct SizeClass {
   int64_t shortest, longest;
-  int64_t capacity;  // values of a segment that fit in shared memory
+  int64_t capacity;  // the most values of a segment that fit in registers or shared memory
 
   D3S_HOST_DEVICE bool has(int64_t length) const { return length >= shortest && length <= longest; }
 };
 
-// Whether `longest` is a useful bound on the lengths. With offsets and no bound from the caller, it is just `values`.
+// Whether `longest` is a useful bound on the lengths. If there are offsets and the caller gave no bound, `longest` is
+// just the number of values.
 inline bool lengths_are_bounded(const Segments& segments, int64_t longest, int64_t values) {
   return !segments.ragged() || longest < values || segments.count == 1;
 }

@@ -1,4 +1,5 @@
-// The inner loop of every entropy on a GPU: one thread's share of a softmax state, taken in vectors.
+// The inner loop of all entropies on a GPU. One thread computes its share of a row's softmax state, from vectors of
+// logits.
 //
 // The thread finds the maximum of a group of vectors, rescales its sums to the new maximum once, and then adds the
 // elements. An element costs one exponential. The loop never waits for another thread.
@@ -10,17 +11,18 @@
 
 namespace d3s {
 
-// For d below this, 2^d is 0 in float32. It replaces the distance of a -inf logit, since -inf * 0 would be NaN. A NaN
-// logit still reaches the sums, through e.
+// A distance d for which 2^d is 0 in float32. It replaces the distance of a -inf logit, since -inf * 0 would be NaN. A
+// NaN logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
-// The terms of eight elements are first added up in order, and this sum is then added to the total: if most logits of a
-// vocabulary are equal, the rounding errors of one long sum would all have the same sign. Packed arithmetic does two
-// operations with one instruction, each rounded by itself: the distances of two neighbours, or an element's two terms.
-// Even and odd elements never have separate sums. So the bits are the same with and without packed arithmetic.
+// The softmax state of one thread. The terms of eight elements are first added up in order, and then their sum is added
+// to the total. In one long sum, the rounding errors would all have the same sign if most logits of a vocabulary were
+// equal. Packed arithmetic does two operations with one instruction, and rounds each by itself. It is used for the
+// distances of two neighbouring elements, and for the two terms of an element. Even and odd elements never have
+// separate sums. So the results are bitwise equal with and without packed arithmetic.
 struct LaneState {
   float max = -FLT_MAX;
-  Pair sums = {0.f, 0.f};  // S and T * scale, with scale = log2(e) / temperature: distances are exponents of 2
+  Pair sums = {0.f, 0.f};  // S and T * scale; scale = log2(e) / temperature turns distances into exponents of 2
 
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
@@ -58,12 +60,14 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  // If the sum begins here (`begins`), its first terms are stored, which saves adding them to 0.
+  // Adds the terms of two elements to a sum. If the sum begins here (`begins`), the first terms are stored instead,
+  // which saves an addition to 0.
   __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale, bool begins) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
     const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
-    // The scale is finite. If the temperature is not valid, the scale is NaN, and then the sums are NaN anyway.
+    // The scale is finite, so hidden_one(scale) is 1. If the temperature is not valid, the scale is NaN, and then the
+    // sums are NaN anyway.
     to = begins ? weighted(e.low, d.low, hidden_one(scale)) : add_weighted(to, e.low, d.low, hidden_one(scale));
     to = add_weighted(to, e.high, d.high, hidden_one(scale));
   }
@@ -73,7 +77,7 @@ struct LaneState {
   }
 };
 
-// Merges the states of the warp's lanes. All lanes get the same bits.
+// Merges the states of the warp's lanes. The results of all lanes are bitwise equal.
 __device__ __forceinline__ SoftmaxState warp_merge(const SoftmaxState& own, float inverse_temperature) {
   const float max = warp_reduce(own.max, Max());
   const SoftmaxState moved = rebase(own, max, inverse_temperature);

@@ -1,7 +1,8 @@
-// Top-K selection in steps, for a segment that lies on several ranks: what one rank does between the collectives.
+// Top-K selection in steps, for segments that are spread over several ranks. These steps are what one rank does between
+// the collectives.
 //
-// Only the device may know the lengths of segments. So all keys are cut into equal pieces, and a block goes through the
-// segments in its piece. All counts are integers, so the order in which atomics add them does not matter.
+// The lengths of segments may be known only on the device. So all keys are cut into equal pieces, and a block goes
+// through the segments in its piece. All counts are integers, so the order in which atomics add them does not matter.
 //
 //   launch                      kernel                    reads                                  -> writes
 //   topk_order_keys             order_keys_of_piece       scores                                 -> keys
@@ -19,7 +20,7 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int64_t kPiece = 16384;  // 256 pieces for 4 million keys: two for each multiprocessor of an H200
+constexpr int64_t kPiece = 16384;  // keys; 4 million keys are 256 pieces, two for each multiprocessor of an H200
 constexpr int kChooseThreads = 256;
 
 using Count = unsigned long long;  // atomics take no int64_t
@@ -30,8 +31,8 @@ struct Piece {
   __device__ explicit Piece(int64_t total)
       : begin(int64_t{blockIdx.x} * kPiece), end(begin + kPiece < total ? begin + kPiece : total) {}
 
-  // Calls body(segment, begin, end) for the part of each segment in this piece. With bad offsets, parts may be wrong,
-  // but are never outside of the piece.
+  // Calls body(segment, begin, end) for each segment that has a part in this piece; [begin, end) is this part. If
+  // offsets are bad, parts may be wrong, but are never outside of the piece.
   template <class Body>
   __device__ void for_segments(const Segments& segments, const Body& body) const {
     int64_t from = begin;
@@ -96,7 +97,7 @@ struct ChooseRoom {
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
 
-// There is a block for each segment.
+// There is one block for each segment.
 __global__ void __launch_bounds__(kChooseThreads)
     choose_digit_of_segment(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
                             const __grid_constant__ Quota quota, const __grid_constant__ Faults faults) {
@@ -112,8 +113,8 @@ __global__ void __launch_bounds__(kChooseThreads)
   if (block.rank == 0) search = {found.prefix, found.left, found.k};
 }
 
-// Counts the ties of each piece's last segment, which may go on in the next piece. Also sets zeros and lowest to the
-// values that mask_of_piece starts from.
+// Counts the ties of the last segment in each piece, since this segment may go on in the next piece. Also initialises
+// `zeros` and `lowest` for mask_of_piece.
 __global__ void __launch_bounds__(kThreads)
     count_ties_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, uint32_t* ties_of_pieces,
                         const __grid_constant__ KeyMaskOutputs outputs) {
@@ -182,7 +183,7 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
 
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
                    const KeyMaskOutputs& outputs, Device& device) {
-  if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // keeps no key that bad offsets leave out
+  if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // bad offsets may leave out some keys
   const int64_t pieces = ceil_div(keys.total, kPiece);
   auto* ties_of_pieces = device.scratch_of<uint32_t>(pieces);
   launch("topk_mask_from_key (ties)", count_ties_of_piece, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes,

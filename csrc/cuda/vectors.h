@@ -1,12 +1,13 @@
-// Reads vectors of 16 bytes from a row that may be misaligned. Which elements a thread gets depends only on their place
-// in the row, not on the address, so that a row's result has the same bits wherever it lies in memory.
+// Reads vectors of 16 bytes from a row that may be misaligned. The elements that a thread gets depend only on their
+// positions in the row, not on the row's address. So a row's result is bitwise equal at any address.
 #pragma once
 
 #include "cuda.h"
 
 namespace d3s {
 
-// Two logits of -inf (or one of float32). They fill a vector past the end of its row, and add nothing.
+// A word of -inf logits: one logit in float32, or two in half precision. These fill a vector past the end of its row,
+// and add nothing to the sums.
 template <class T>
 constexpr uint32_t kFillWord = 0xff800000u;  // float
 template <>
@@ -21,13 +22,13 @@ D3S_HOST_DEVICE uint32_t bits_of(float16 value) { return value.bits; }
 // The address modulo 16, in bytes.
 D3S_HOST_DEVICE int misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
 
-// The number of elements before the next address that is a multiple of 16.
+// The number of elements from p to the next address that is a multiple of 16.
 template <class T>
 D3S_HOST_DEVICE int elements_to_vector(const T* p) {
   return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
 }
 
-// The 16 bytes at offset `bytes` of two neighbouring vectors. `bytes` must be even and below 16.
+// Returns the 16 bytes from offset `bytes` on in two neighbouring vectors. `bytes` must be even and below 16.
 __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second, int bytes) {
   uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
   const bool by_one = bytes & 4, by_two = bytes & 8;
@@ -40,30 +41,31 @@ __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second
                     __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
 }
 
-// A row of elements, read 16 bytes at a time. Places are ints, since registers are scarce. So the length of the row
-// plus a slice must fit in an int.
+// A row of elements that is read 16 bytes at a time. Indices are ints, since registers are scarce. So the length of the
+// row plus the length of a slice must fit in an int.
 template <class T, bool kAligned>
 class RowReader {
  public:
   __device__ RowReader(const T* row, int columns)
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
-  // Whether the row has `count` elements from `begin` on and, if it is misaligned, the neighbours that whole() reads
-  // too. The comparison keeps `begin` alone on one side, so that the compiler can compute the other side once, before
-  // the loop.
+  // Whether the `count` elements from `begin` on are in the row. If the row is misaligned, their neighbours that
+  // whole() also reads must be in the row, too. One side of the comparison is `begin` alone, so that the compiler can
+  // compute the other side once, before the loop.
   __device__ bool inside(int begin, int count) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
     return (kAligned || begin >= margin) && begin <= columns_ - margin - count;
   }
 
-  // Loads the vector of elements from i on. They must be inside().
+  // Loads the vector of elements from index i on. These elements must be inside().
   __device__ uint4 whole(int i) const {
     if (kAligned) return load_streaming(reinterpret_cast<const uint4*>(row_ + i));
     const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(row_ + i) - shift_);
     return shifted(load_cached(p), load_cached(p + 1), shift_);
   }
 
-  // The same near the ends of the row. There, elements are read one by one; past the end they are -inf.
+  // Like whole(), but also near the ends of the row. There, elements are read one by one, and elements past the end are
+  // -inf.
   __device__ uint4 edge(int i) const {
     if (inside(i, kPerVector<T>)) return whole(i);
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));

@@ -1,4 +1,7 @@
-"""Ops in Triton, for GPUs that the compiled CUDA library does not serve. Plain PyTorch computes the other ops there."""
+"""Ops in Triton, for GPUs that the compiled CUDA library does not serve.
+
+On these GPUs, plain PyTorch computes the ops that are not in Triton.
+"""
 
 from __future__ import annotations
 

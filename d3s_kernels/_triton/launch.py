@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-# Multiplications and additions are fused only where the code says fma, so that every version of Triton and every
-# variant of a kernel gives the same bits.
+# Multiplications and additions are fused only where the code says fma. So the results are bitwise equal with every
+# version of Triton and in every variant of a kernel.
 EXACT = {"enable_fp_fusion": False}
 
 
@@ -20,12 +20,12 @@ def warps(threads: int) -> int:
 
 
 def registers(most: int) -> dict[str, int]:
-    """An option of a launch: at most so many registers for a thread. Only on NVIDIA has Triton such an option."""
+    """The launch option for at most ``most`` registers for each thread. Triton has this option only on NVIDIA."""
     return {} if torch.version.hip else {"maxnreg": most}
 
 
 def smallest(sizes: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
-    """The first size that holds ``length``, and its threads. ``length`` must not exceed the last size."""
+    """The first size that holds ``length`` values, and its number of threads. The last size must hold ``length``."""
     return next((size, threads) for size, threads in sizes if length <= size)
 
 

@@ -1,8 +1,9 @@
 """logprob_entropy in Triton, as in ``csrc/cuda/logprob_entropy.cu``. ``logprob_entropy_backward.py`` has the backward.
 
-A row is cut into slices of a fixed size. A program goes through one slice with a state in every lane and merges its
-lanes at the end; a second kernel merges a row's slices from left to right and finishes the row. So a row's result has
-the same bits in any batch, and a few rows keep many programs busy: one for each slice.
+A row is cut into slices of a fixed size. One program goes through one slice. It has a softmax state in every lane, and
+merges the states of all lanes at the end. A second kernel merges the slices of a row from left to right, and computes
+the row's results. So a row's result is bitwise equal in any batch. Even a few rows keep many programs busy, since each
+slice has its own program.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, add, finish, load_columns, merge, merge_lanes
 
-SLICE = 32768  # elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of it
+SLICE = 32768  # elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of SLICE
 LANES = 256
 IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first
 MERGERS = 128  # rows of a program that merges slices
@@ -34,7 +35,7 @@ def reduce_slices(
     STEP: tl.constexpr, PER_ROW: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr, IN_FLIGHT: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
-    """The state of one slice of one row."""
+    """Computes the state of one slice of one row."""
     task = tl.program_id(0).to(tl.int64)
     row = task // slices
     if mask is not None:
@@ -116,7 +117,10 @@ def merge_into_states(
     states, slices, count, logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures,
     temperature_bits, row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the slices of a tile that starts at first_token into the states of its rows: m, S, T, label's logit."""
+    """Merges the slices of a tile into the rows' states, each of which is m, S, T and the label's logit.
+
+    The tile starts at token ``first_token``.
+    """
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
@@ -142,8 +146,9 @@ def finish_states(
     row_states, pieces, count, temperatures, temperature_bits, logprobs, entropies, maxima, log_sums,
     PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Computes each row's results from its pieces, merged from left to right. The label's logit is the first that is
-    not NaN.
+    """Merges the pieces of each row from left to right, and computes the row's results.
+
+    The label's logit comes from the first piece in which it is not NaN.
     """
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
@@ -192,8 +197,9 @@ def row_statistics(
     mask: Tensor | None = None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
-    """Computes the op. With ``keys``, ``advantages`` and ``tokens_per_advantage``, also writes the order keys of |A| *
-    H.
+    """Computes the op. If ``keys`` is passed, also writes the order keys of |A| * H to it.
+
+    Calls with ``keys`` must also pass ``advantages`` and ``tokens_per_advantage``.
     """
     rows = Rows.of(logits)
     outputs = new_outputs(logits, logits.shape[:-1])
@@ -257,6 +263,6 @@ def _slice_states(rows: Rows, **of_rows: Any) -> tuple[Tensor, int]:
 
 
 def new_outputs(like: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Empty outputs with one number for each row, in the order of the op's results."""
+    """Empty outputs with one value for each row, in the order of the op's results."""
     names = "logprobs", "entropies", "maxima", "log_sums"
     return {name: torch.empty(shape, dtype=torch.float32, device=like.device) for name in names}

@@ -1,4 +1,4 @@
-"""The backward of logprob_entropy in Triton, out of place and in place, a whole row or a tile of it."""
+"""The backward of logprob_entropy in Triton: out of place or in place, for whole rows or for a tile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .softmax_state import LOG2_E, exponential
 
 THREADS = 256
 BLOCK = 8192  # elements in flight at a time: 32 for each thread
-EDGE_BLOCK = 1024  # elements at a time at the end of a piece, where each needs registers for an address and a mask
+EDGE_BLOCK = 1024  # elements at a time at the end of a piece; each needs registers for an address and a mask
 PIECE = 4 * BLOCK  # elements of a program: enough to amortise the cost before the first element
 ANY_TOKEN = 2**62  # in place of the size of the vocabulary, which is unknown for a tile
 
@@ -39,13 +39,14 @@ def write_gradients(
     STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, EDGE_BLOCK: tl.constexpr,
     PIECE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of g_logprob * logprob(y) + g_entropy * H in the logits of a piece of one row.
+    """Writes the gradient of g_logprob * logprob(y) + g_entropy * H with respect to logits z, for a piece of a row.
 
         dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
 
-    This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. A row without a
-    gradient is not read. With NARROW, the gradient overwrites the front half of its own row. One program then walks the
-    row from left to right, and a block overwrites only logits that all threads have read before the block's barrier.
+    This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. If a row has no
+    gradient, its logits are not read. With NARROW, the gradient overwrites the front half of its own row. One program
+    then goes through the row from left to right, block by block. A block overwrites only logits that all threads have
+    read before the block's barrier.
     """
     pieces = 1 if NARROW else tl.cdiv(columns, PIECE)
     row = tl.program_id(0).to(tl.int64) // pieces
@@ -63,7 +64,7 @@ def write_gradients(
     g_entropy = tl.full([], 0.0, tl.float32)
     if grad_entropy is not None:
         g_entropy = tl.load(grad_entropy + row)
-    reads = (g_logprob != 0) | (g_entropy != 0)  # NaN too
+    reads = (g_logprob != 0) | (g_entropy != 0)  # true for NaN, too
     if mask is not None:
         reads = reads & (tl.load(mask + row) != 0)
 
@@ -73,16 +74,17 @@ def write_gradients(
     weight = tl.div_rn(exponential(-log_sum), temperature)
     offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
     slope = tl.div_rn(-weight * g_entropy, temperature)
-    # m is NaN, and so is the whole gradient, for an unchecked label that is no token, a row without an entropy, or an
-    # incoming gradient of NaN.
+    # m is NaN in three cases: for an unchecked label that is not a token, for a row without an entropy, and for an
+    # incoming gradient of NaN. Then the whole gradient is NaN.
     bad = (log_sum != log_sum) | (g_logprob != g_logprob) | (g_entropy != g_entropy)
     bad = bad | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
     m = tl.where(bad, float("nan"), tl.load(maxima + row))
 
     whole = end - (end - begin) % BLOCK
     if reads:
-        # The label needs an accurate 1 - p, and so a better exponential. In place, its logit is read before the loop
-        # overwrites it, and its gradient is written after the loop. No other program has this piece.
+        # The label needs an accurate 1 - p, and so a more accurate exponential. The label's logit is read before the
+        # loop, which overwrites it if the op is in place. The label's gradient is written after the loop. No other
+        # program writes to this piece.
         place = label - first_token
         has_label = (place >= begin) & (place < end)
         label_distance = tl.load(start + place, mask=has_label, other=0.0).to(tl.float32) - m

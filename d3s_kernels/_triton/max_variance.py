@@ -1,7 +1,7 @@
-"""max_variance_select in Triton: a program for each group, which it sorts in registers.
+"""max_variance_select in Triton. Each group has a program, which sorts the group in registers.
 
-A group is a row, or a whole batch if it is pooled. There is no kernel for long groups or for offsets: the op then
-returns NotImplemented.
+A group is a row or, if the segments are pooled, the whole batch. There is no kernel for long groups or for offsets. The
+op returns NotImplemented for these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values behind all others
 
 @triton.jit
 def sum_of_first(sums, count, SIZE: tl.constexpr):
-    """The sums of the first ``count`` values, from inclusive sums."""
+    """The sum of the first ``count`` values, looked up in the inclusive sums ``sums``."""
     return tl.where(count > 0, tl.gather(sums, tl.maximum(count, 1) - 1, 0), 0.0)
 
 
@@ -34,9 +34,10 @@ def sum_of_first(sums, count, SIZE: tl.constexpr):
 def select_most_varied(
     values, mask, length, keep, keep_tensor, times, out, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The k values with the largest variance are the first i and the last k - i in sorted order, for some i in 0..k.
+    """Marks the k values with the largest variance.
 
-    All i are tried (``csrc/core/split_scan.h``).
+    In sorted order, these are the first i and the last k - i values, for some i in 0..k. All i are tried
+    (``csrc/core/split_scan.h``).
     """
     segment = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
@@ -51,18 +52,18 @@ def select_most_varied(
     else:
         k = number(keep + 0 * n.to(tl.int64), n.to(tl.int64), times).to(tl.int32)
 
-    # Sort by value, then index: both are in one number.
+    # Sort by value, then by index. One integer has both.
     order = order_key(value).to(tl.int32, bitcast=True) ^ -0x80000000
     order = tl.sort((tl.where(usable, order, LAST).to(tl.int64) << 32) | index)
     place = (order & 0xFFFFFFFF).to(tl.int32)
     bits = (order >> 32).to(tl.int32)
     x = tl.where(bits < 0, ~(bits ^ -0x80000000), bits).to(tl.float32, bitcast=True).to(tl.float64)
     rank = index
-    # Subtract a value of the group, since large values with small differences would cancel.
+    # Subtract one of the group's values from all of them, since large values with small differences would cancel.
     x = tl.where(rank < n, x, 0.0)
     x = tl.where(rank < n, x - tl.sum(tl.where(rank == n // 2, x, 0.0), 0), 0.0)
 
-    # For every i, the sums of the first i and of the last k - i.
+    # For every i, compute the sums of the first i and of the last k - i values.
     low = rank  # i = 0 .. SIZE - 1; a group that is kept whole needs no split
     high = k - low
     last = tl.maximum(n - high, 0)
@@ -75,7 +76,7 @@ def select_most_varied(
     total = sum_low + sum_high
     spread = k.to(tl.float64) * (square_low + square_high) - total * total
     best = tl.max(tl.where(candidate, spread, float("-inf")), 0)
-    # Among splits that are equal up to rounding, take the one with the fewest from the top.
+    # Among splits that are equal up to rounding, take the split with the fewest values from the top.
     good = candidate & (spread >= best * (1.0 - 1e-12))
     i = tl.max(tl.where(good, low, 0), 0)
     from_below = tl.where(n > k, i, n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ABSENT = tl.constexpr(0)  # masked, or NaN
+ABSENT = tl.constexpr(0)  # for a value that is masked out or NaN
 ZERO_KEY = tl.constexpr(0x80000000)
 NO_KEY = tl.constexpr(0xFFFFFFFF)  # above the key of any float
 

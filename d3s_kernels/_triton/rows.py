@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._together import NumberOrTensor
 
-# Arguments of row_start for which no kernel is specialised: strides change with the length of a batch, and STEP already
-# tells their alignment.
+# These arguments of row_start are not specialised: strides change with the length of a batch, and STEP already tells
+# Triton how they are aligned.
 PLACE = ("inner", "outer_stride", "inner_stride")
-MOST_COLUMNS = 2**31 - 2**17  # so that places in a row, and in a block past its end, fit in an int32
+MOST_COLUMNS = 2**31 - 2**17  # so that indices in a row, and in a block past the row's end, fit in an int32
 
 
 class Rows(NamedTuple):
@@ -72,12 +72,15 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """Where a row begins. The int64 row is the first factor, since a stride (int32) times STEP might overflow."""
+    """Where a row begins. ``row`` is int64 and comes first in the products: stride (int32) * STEP might overflow."""
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
 def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
-    """A number is passed as the bits of a float32: kernels that Inductor launches would take a float as float64."""
+    """The arguments for the temperature. A number is passed as the bits of a float32.
+
+    A kernel that Inductor launches would take a float as float64.
+    """
     number, tensor = temperature
     (bits,) = struct.unpack("i", struct.pack("f", number))
     if tensor is None:
@@ -87,7 +90,7 @@ def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
 
 @triton.jit
 def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
-    """The temperatures of rows. An unchecked temperature that is not valid becomes NaN, and so do its row's results."""
+    """The temperatures of rows. An unchecked temperature that is not valid becomes NaN, and so do the row's results."""
     if temperatures is None:
         return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
     else:

@@ -1,7 +1,7 @@
 """The softmax state (m, S, T) of ``csrc/core/softmax_state.h`` in Triton, with the same results for special values.
 
 The order of sums does not depend on the layout that Triton chooses: a lane adds its elements one after the other, in
-the order of the code, and lanes are reduced in one dimension. So a row has the same bits at any address.
+the order of the code, and lanes are reduced in one dimension. So a row's result is bitwise equal at any address.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.44269504088896340736)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the maximum of no logits: not -inf, since -inf - -inf would be NaN
-# Below this, 2^d is 0 in float32. It replaces the distance of a -inf logit in the product with e = 0, since -inf * 0
-# would be NaN. NaN still reaches the sums through e.
+# A distance d for which 2^d is 0 in float32. It replaces the distance of a -inf logit in the product with e = 0, since
+# -inf * 0 would be NaN. NaN still reaches the sums through e.
 LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 
 @triton.jit
 def add(m, s, scaled_t, z, scale):
-    """Adds a tuple ``z`` of elements to the states of lanes. Costs one exponential for each element, and one more.
+    """Adds a tuple ``z`` of elements to the states of lanes.
 
-    ``scaled_t`` is T times ``scale``, which is log2(e) / temperature: distances are then exponents of 2.
+    This takes one exponential for each element, and one exponential for the old state. ``scaled_t`` is T * ``scale``;
+    ``scale`` = log2(e) / temperature turns distances into exponents of 2.
     """
     top = m
     for i in tl.static_range(len(z)):
@@ -48,7 +49,7 @@ def merge_lanes(m, s, scaled_t, scale):
 
 @triton.jit
 def rebase(m, s, t, top, scale):
-    """(S, T) of a state whose maximum is raised from m to ``top``."""
+    """Returns (S, T) of a state after its maximum is raised from m to ``top``."""
     move = m - top
     factor = tl.exp2(move * scale)
     return factor * s, factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)
@@ -56,7 +57,7 @@ def rebase(m, s, t, top, scale):
 
 @triton.jit
 def merge(m, s, t, other_m, other_s, other_t, scale):
-    """Merges the states of two stretches of a row."""
+    """Merges the states of two parts of a row."""
     top = tl.maximum(m, other_m)
     s, t = rebase(m, s, t, top, scale)
     other_s, other_t = rebase(other_m, other_s, other_t, top, scale)
@@ -65,12 +66,12 @@ def merge(m, s, t, other_m, other_s, other_t, scale):
 
 @triton.jit
 def finish(s, t, temperature):
-    """Entropy and log S."""
-    undefined = (s < 0.5) | (t != t)  # the row has only -inf, or no logits; or it has NaN or +inf
+    """Returns the entropy and log S."""
+    undefined = (s < 0.5) | (t != t)  # there are only -inf logits, or none; or NaN, or +inf
     s = tl.where(undefined, float("nan"), s)
     log_sum = tl.log(s)
     mean = tl.div_rn(t, temperature * s)
-    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # a residue of -inf logits becomes 0; NaN stays
+    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # what -inf logits leave becomes 0; NaN stays
     return tl.where(entropy < 0, 0.0, entropy), log_sum
 
 

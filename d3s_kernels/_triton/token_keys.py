@@ -1,4 +1,4 @@
-"""The scores of tokens and their order keys, and how many tokens of a segment are kept, in Triton."""
+"""Functions in Triton for the scores of tokens, their order keys, and how many tokens of a segment are kept."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import triton.language as tl
 
 from .order_key import order_key, order_key_value
 
-DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/quota.h
+# 1 - kDoubleSlack and 1 - kFloatSlack of csrc/core/quota.h
+DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)
 FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
 
 
 @triton.jit
 def share(ratio, slack, present):
-    """ceil(ratio * present), at least 1 and at most all; 0 for an unchecked ratio that is not valid."""
+    """ceil(ratio * present), but at least 1 and at most ``present``; 0 for an unchecked ratio that is not valid."""
     wanted = tl.ceil(ratio.to(tl.float64) * present.to(tl.float64) * slack)
     k = tl.where(wanted < present.to(tl.float64), wanted, present.to(tl.float64)).to(tl.int64)
     return tl.where((ratio > 0) & (ratio <= 1), tl.maximum(k, tl.minimum(present, 1)), 0)
@@ -21,7 +22,7 @@ def share(ratio, slack, present):
 
 @triton.jit
 def number(k, present, times):
-    """``k`` for each of ``times`` pooled segments, but at most ``present``; 0 for an unchecked k below 1."""
+    """``k`` values for each of ``times`` pooled segments, but at most ``present``; 0 for an unchecked k below 1."""
     return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
 
 
@@ -43,7 +44,7 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 @triton.jit
 def values_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
-    """A segment's scores, or |A| * H, at ``index``; NaN if absent. Scores in int32 are order keys."""
+    """A segment's scores, or |A| * H, at ``index``; NaN for absent tokens. Scores in int32 are order keys."""
     inside = index < length
     if scores.dtype.element_ty == tl.int32:
         value = order_key_value(tl.load(scores + segment * length + index, mask=inside, other=0))

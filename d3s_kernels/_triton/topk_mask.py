@@ -1,12 +1,13 @@
-"""topk_mask and the selection of tokens in Triton: a program for each segment.
+"""topk_mask and the selection of tokens in Triton. Each segment has a program.
 
-A segment of up to 16,384 values is held in registers. The program then guesses a bound, counts how many values reach
-it, and guesses again from the counts, until exactly k values reach the bound. Each guess compares all values, which
-takes most of the time. A longer segment is read five times, part by part. There the bound is found by histograms of
-8 bits of order keys, as in ``csrc/cuda/key_search.h``.
+A segment of up to 16,384 values is held in registers. The program then guesses a bound, counts the values that reach
+the bound, and makes the next guess from the counts, until exactly k values reach the bound. Each guess is compared with
+all values, which takes most of the time. A longer segment is read five times, part by part. Four passes find the bound
+by histograms of 8 bits of the order keys, as in ``csrc/cuda/key_search.h``. The fifth pass writes the mask.
 
-A segment is a row, or a whole batch if it is pooled. The ops return NotImplemented for segments longer than LARGEST,
-where plain PyTorch is as fast, and for offsets, where only the device knows the lengths.
+A segment is a row or, if the segments are pooled, the whole batch. The ops return NotImplemented in two cases: if
+segments are longer than LARGEST, where plain PyTorch is as fast, and if there are offsets, since then only the device
+knows the lengths.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 from .token_keys import keys_of, quota_of, values_of
 
-# For each program size: the longest segment that it holds, and its threads. A thread's registers hold up to 32 values.
+# For each program size: the longest segment that it holds, and the number of threads. A thread's registers hold up to
+# 32 values.
 SIZES = ((1024, 128), (4096, 256), (8192, 256), (16384, 512))
-PART, THREADS = 4096, 512  # a longer segment is read in parts of so many values, by so many threads
+PART, THREADS = 4096, 512  # values in a part of a longer segment, and threads that read it
 LARGEST = 131_072
 
 
@@ -44,14 +46,15 @@ def select_top(
     kept = quota_of(present.to(tl.int32), ratio_bits, ratio, k, k_tensor, times).to(tl.float32)
     bound, reached = lower_bound(values, present, kept)
     ranks = values
-    if reached != kept:  # values tie at the bound: of these, the first are kept
+    if reached != kept:  # several values equal the bound, and the first of them are kept
         ranks = tl.where(values == bound, -index.to(tl.float32), float("nan"))
         ranks = tl.where(values > bound, float("inf"), ranks)
         bound, reached = lower_bound(ranks, reached, kept)
     chosen = ranks >= tl.where(kept > 0, bound, float("nan"))  # an unchecked quota may keep nothing
     if DROP_ZEROS:
         chosen = chosen & (values != 0)
-    # A thread that stored 16 values side by side would also load them so, and a warp's loads were not side by side.
+    # Without max_contiguous, a thread would store 16 neighbouring values, and would also load them as neighbours. The
+    # loads of a warp would then not be coalesced.
     tl.store(tl.max_contiguous(out + index, 4), chosen, mask=index < length)
     if counts is not None:
         tl.store(counts + segment, number_of(chosen).to(tl.int32))
@@ -61,17 +64,18 @@ def select_top(
 
 @triton.jit
 def number_of(true):
-    """How many are true, as a float: on NVIDIA a comparison gives 0.0 or 1.0 at once, but an integer takes a select."""
+    """How many are true, as a float. On NVIDIA, a comparison itself gives 0.0 or 1.0; an integer takes a select."""
     return tl.sum(tl.where(true, 1.0, 0.0), 0)
 
 
 @triton.jit
 def lower_bound(values, present, kept):
-    """Finds a bound that exactly ``kept`` values reach or, if values tie there, the value of the tie.
+    """Finds a bound that exactly ``kept`` values reach. If ties make this impossible, finds the value of the tie.
 
-    Returns the bound, and how many values reach it. The key of the bound is in low .. high - 1. It is guessed as if the
-    values in between were evenly spread. The guess is pulled towards the middle, so that mostly the smaller part is
-    left. No part that is left has more than ``half`` keys, so the search ends after at most 32 guesses.
+    Returns the bound, and how many values reach it. The key of the bound is always in low .. high - 1. A guess assumes
+    that the values in this range are evenly spread, but is pulled towards the middle, so that mostly the smaller part
+    of the range is left. The range that is left never has more than ``half`` keys, and ``half`` is halved for each
+    guess. So the search ends after at most 32 guesses.
     """
     low = order_key(tl.min(values, 0))
     high = order_key(tl.max(values, 0)) + 1
@@ -102,7 +106,7 @@ def select_top_in_parts(
     out += segment * length
     digits = tl.arange(0, 256)
     bound = tl.zeros((), tl.uint32)
-    wanted = tl.zeros((), tl.int32)  # of the keys that share the digits found so far
+    wanted = tl.zeros((), tl.int32)  # how many of the keys with the digits found so far are kept
     for shift in tl.static_range(24, -1, -8):
         histogram = tl.zeros((256,), tl.int32)
         for begin in range(0, length, SIZE):
@@ -151,7 +155,7 @@ def _select(
     advantages: Tensor | None = None,
     with_counts: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The mask of all segments, and the count and threshold of each. The segments must fit (:func:`_fits`)."""
+    """The mask of all segments, and each segment's count and threshold. The segments must fit (:func:`_fits`)."""
     device, segments = scores.device, torch.Size(()) if pooled else shape[:-1]
     out = torch.empty(shape, dtype=torch.bool, device=device)
     counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
@@ -160,7 +164,8 @@ def _select(
         length = shape.numel() // segments.numel()
         held = length <= SIZES[-1][0]
         size, threads = smallest(SIZES, length) if held else (PART, THREADS)
-        # So four programs of 256 threads share a multiprocessor. The others need values beside ranks, and would spill.
+        # With this limit, four programs of 256 threads share a multiprocessor. With counts or drop_zeros there is no
+        # limit: the kernel then needs both values and ranks, and its registers would spill.
         limit = registers(64) if held and not (with_counts or drop_zeros) else {}
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:

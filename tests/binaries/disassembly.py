@@ -1,4 +1,4 @@
-"""Reads machine code: which resources a kernel of the CUDA library uses, and how many instructions its loops take."""
+"""Reads machine code: the resources that a kernel of the CUDA library uses, and the instructions of its loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Instruction(NamedTuple):
     address: int
     predicated: bool
     opcode: str
-    target: int | None  # of a branch
+    target: int | None  # the address that a branch jumps to
 
 
 class Resources(NamedTuple):
@@ -45,7 +45,7 @@ def _run(library: Path, *options: str) -> str:
 
 @lru_cache
 def resources(library: Path, architecture: str) -> dict[str, Resources]:
-    """The resources of every kernel, by its mangled name."""
+    """The resources of every kernel, by mangled name."""
     text = _run(library, "-arch", architecture, "-res-usage")
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return {name: Resources(*map(int, numbers)) for name, *numbers in found}
@@ -53,7 +53,7 @@ def resources(library: Path, architecture: str) -> dict[str, Resources]:
 
 @lru_cache
 def kernels(library: Path, architecture: str) -> dict[str, list[Instruction]]:
-    """Every kernel's instructions, by its mangled name."""
+    """The instructions of every kernel, by mangled name."""
     functions: dict[str, list[Instruction]] = {}
     line_of = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
     for line in _run(library, "-arch", architecture, "-sass").splitlines():
@@ -70,7 +70,7 @@ def kernels(library: Path, architecture: str) -> dict[str, list[Instruction]]:
 
 
 def loops(code: list[Instruction]) -> Iterator[list[Instruction]]:
-    """Yields the instructions from the target of each backward branch up to the branch."""
+    """For each backward branch, yields the instructions from its target up to the branch."""
     for end, instruction in enumerate(code):
         if instruction.target is not None and instruction.target < instruction.address:
             begin = next(i for i, other in enumerate(code) if other.address == instruction.target)
@@ -78,7 +78,7 @@ def loops(code: list[Instruction]) -> Iterator[list[Instruction]]:
 
 
 def shortest_way(loop: list[Instruction]) -> list[Instruction]:
-    """The path with the fewest instructions from a loop's start to its end: what runs in the common case."""
+    """The path from a loop's start to its end with the fewest instructions, which runs in the common case."""
     place = {instruction.address: i for i, instruction in enumerate(loop)}
     ways: list[list[Instruction] | None] = [None] * len(loop)
     ways[0] = []

@@ -1,4 +1,4 @@
-"""The CPU's loops compiled for aarch64, in an emulator: the same cases as on this processor, without times."""
+"""Runs the CPU's loops, compiled for aarch64, in an emulator. The cases are those for this processor, without times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels, read from the built library: a test of performance that needs no GPU."""
+"""Tests what nvcc makes of the CUDA kernels, as read from the built library. So performance is tested without a GPU."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ built = pytest.mark.skipif(
 IN_FLIGHT = 4  # vectors of 16 bytes: kInFlight in csrc/cuda/logprob_entropy.cu
 PER_VECTOR = {"bfloat16": 8, "float16": 8, "float": 4}
 
-# The loop over logits, for whole rows and for slices of rows, and its limits in instructions for an element. Until the
-# next bfloat16 arrives, an H200 has time for some 13.8 instructions, at 4.3 TB/s, and a B200 for some 9.0, at 8 TB/s.
+# The most instructions for an element in the loop over logits, for whole rows and for slices of rows. Until the next
+# bfloat16 arrives, an H200 has time for some 13.8 instructions, at 4.3 TB/s, and a B200 for some 9.0, at 8 TB/s.
 FORWARD = ("whole_rows", "single_slices")
 MOST_INSTRUCTIONS = {
     "sm_90": {"bfloat16": 9.0, "float16": 9.5, "float": 10.0},
-    # Sums of eight elements take register moves here: 6.2 without them, and twice the error that is allowed.
+    # Sums of eight elements take register moves here. Without them it would be 6.2, but the error would be twice what
+    # is allowed.
     "sm_100": {"bfloat16": 7.0, "float16": 7.0, "float": 7.0},
 }
 
-REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
-# Kernels, as parts of mangled names, by the largest block they are launched with.
+REGISTERS = 65_536  # of a multiprocessor; a block cannot have more
+# The kernels, as parts of mangled names, by the size of the largest block that they are launched with.
 LARGEST_BLOCKS = {
     1024: ("topk_mask_cu.*select_segments", "batch_deviation"),
     512: (
@@ -108,8 +109,8 @@ def test_nothing_spills(architecture: str) -> None:
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
-    # Outside of their loops, kernels for rows with a span of a sampling mask, the backward and some of float16 put
-    # registers aside, so that more blocks share a multiprocessor.
+    # Some kernels spill registers outside of their loops, so that more blocks share a multiprocessor: those for rows
+    # with a span of a sampling mask, the backward, and some kernels in float16.
     allowed = {"sm_120": 24}.get(architecture, 8)
     by = "with_span|15write_gradients|count_digit|(sum_tokens|write_advantages)INS_7float16E"
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
@@ -120,7 +121,7 @@ def test_nothing_spills(architecture: str) -> None:
 @built
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_blocks_fit_beside_each_other(architecture: str) -> None:
-    """Three blocks of 512 threads for aligned rows share a multiprocessor; each kernel's largest block fits on one."""
+    """For aligned rows, three blocks of 512 threads fit on a multiprocessor. The largest block of any kernel fits."""
     found: dict[str, Resources] = resources(library(), architecture)
     for kernel in FORWARD:
         for dtype in PER_VECTOR:
@@ -160,12 +161,13 @@ def test_the_loop_over_logits(architecture: str, kernel: str, dtype: str) -> Non
         f"{architecture} {kernel} {dtype}: {len(way)} instructions for {elements} elements, {len(way) / elements:.2f}"
     )
     assert len(way) <= MOST_INSTRUCTIONS[architecture][dtype] * elements
-    assert exponentials(way) == elements + 1  # one for each element, and one that moves the group to its maximum
+    assert exponentials(way) == elements + 1  # one for each element, and one to rescale the sums
     assert len(loads(way)) == IN_FLIGHT
     assert all(".128" in opcode for opcode in loads(way))
     assert not [instruction for instruction in way if re.match("BAR|SHFL|LDL|STL|ATOM|MEMBAR", instruction.opcode)]
-    # Two neighbours' distances, and an element's two terms, are one instruction each where there is packed arithmetic.
-    # Eight elements have a sum of their own: all but one of these sums take one product more and one sum more.
+    # With packed arithmetic, one instruction computes the distances of two neighbours, and one computes the two terms
+    # of an element. Each eight elements have a sum of their own. All of these sums except one take one more product and
+    # one more addition.
     packed = Counter(instruction.opcode for instruction in way if instruction.opcode in ("FADD2", "FMUL2", "FFMA2"))
     more = elements // 8 - 1
     of_group = {"FADD2": elements // 2 + more, "FMUL2": elements // 2 + 1 + more, "FFMA2": elements - more}
@@ -179,13 +181,13 @@ def test_misaligned_rows_are_read_in_wide_loads_too(architecture: str) -> None:
     print(f"{architecture} whole_rows bfloat16, misaligned: {len(way) / 32:.2f} instructions for an element")
     assert loads(way)
     assert all(".128" in opcode for opcode in loads(way))
-    assert len(way) <= 13 * 32  # below what an H200 has time for
+    assert len(way) <= 13 * 32  # an H200 has time for more
 
 
 @built
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_loop_of_the_backward(architecture: str) -> None:
-    """Of aligned rows, and of others. A copy at 4.3 TB/s leaves time for some 27 instructions."""
+    """Rows are aligned or misaligned. A copy at 4.3 TB/s leaves time for some 27 instructions for an element."""
     functions = kernels(library(), architecture)
     for aligned, most in ((True, 9), (False, 13)):
         code = functions[find(functions, mangled("write_gradients", "bfloat16", aligned))]
@@ -193,7 +195,7 @@ def test_the_loop_of_the_backward(architecture: str) -> None:
         said = "" if aligned else ", misaligned"
         print(f"{architecture} write_gradients bfloat16{said}: {len(loop) / 32:.2f} instructions for an element")
         assert len(loop) <= most * 32
-        assert exponentials(loop) == 32  # the label's is outside of the loop
+        assert exponentials(loop) == 32  # that of the label is outside of the loop
         assert len(loads(loop)) == (1 if aligned else 2) * IN_FLIGHT
         assert all(".128" in opcode for opcode in loads(loop))
         assert not [instruction for instruction in loop if re.match("BAR|SHFL|LDL|STL", instruction.opcode)]
@@ -202,8 +204,9 @@ def test_the_loop_of_the_backward(architecture: str) -> None:
 @built
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_loop_of_the_backward_in_half_precision(architecture: str) -> None:
-    """A step reads all its logits, not through the cache for read-only memory, before its one barrier, and then writes.
-    The 6 bytes of an element leave time for some 40 instructions.
+    """A step reads all its logits before its one barrier, and writes after it.
+
+    The reads do not use the cache for read-only memory. The 6 bytes of an element leave time for some 40 instructions.
     """
     functions = kernels(library(), architecture)
     code = functions[find(functions, "16narrow_gradientsINS_8bfloat16E")]
@@ -223,7 +226,7 @@ def is_wide(opcode: str) -> bool:
 @pytest.mark.parametrize(("kernel", "vectors"), [("place_logits", 8), ("sum_rows", 8), ("sum_tokens", 4)])
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_loops_over_kept_rows(architecture: str, kernel: str, vectors: int) -> None:
-    """So many vectors are on their way before the first is used, but for one that may be asked for a little later."""
+    """So many vectors are in flight before the first is used; one of them may be loaded a little later."""
     functions = kernels(library(), architecture)
     (name, *_) = (name for name in functions if re.search(f"kept_products_cu.*{kernel}INS_8bfloat16E", name))
     wide = {len(loop): loop for loop in loops(functions[name]) if sum(map(is_wide, loads(loop))) >= vectors}
@@ -239,9 +242,11 @@ def test_the_loops_over_kept_rows(architecture: str, kernel: str, vectors: int) 
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_sums_of_sequences_load_in_vectors(architecture: str, groups: bool) -> None:
-    """Two vectors of both log-probabilities are on their way before the first token is added up: 72 bytes of a thread,
-    with its mask. When each token waited for its own mask, the ratios took 2.7 times as long as a copy. When it was
-    compared with four groups, an H200 took 51 instructions for it, and 21.6 us in place of a sequence's 14.1.
+    """Two vectors of both log-probabilities are in flight before the first token is added up.
+
+    With the mask, these are 72 bytes for each thread. When each token waited for its own mask, the ratios took 2.7
+    times as long as a copy. When each token was compared with four groups, this took 51 instructions, and an H200 took
+    21.6 us. A sequence without groups took 14.1 us.
     """
     functions = kernels(library(), architecture)
     code = functions[find(functions, f"15whole_sequencesILb{int(groups)}E")]
@@ -261,12 +266,12 @@ IN_BLOCKS = [f"15select_segmentsILb0ELb0ELi{fours}EEEvNS_6Scores" for fours in (
 @pytest.mark.parametrize("kernel", IN_BLOCKS)
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_later_digits_of_top_k_are_counted_without_branches(architecture: str, kernel: str) -> None:
-    """A branch for each key took 11 instructions, and 14.1 us in place of 12.9 for 512 x 8,192 scores on an H200."""
+    """With a branch, a key took 11 instructions. 512 x 8,192 scores took 14.1 us on an H200, instead of 12.9 us."""
     functions = kernels(library(), architecture)
     code = functions[find(functions, kernel)]
     passes = [loop for loop in loops(code) if count(loop, "ATOMS") == 4 and not loads(loop)]
     print(f"{architecture} select_segments: {[len(loop) / 4 for loop in passes]} instructions for a key")
-    assert len(passes) >= 2  # of the second digit and of the third
+    assert len(passes) >= 2  # for the second and for the third digit
     for loop in passes:
         assert len(loop) <= 4 * 8
         assert not any(step.opcode.startswith("B") for step in loop[:-1])
@@ -276,7 +281,7 @@ def test_later_digits_of_top_k_are_counted_without_branches(architecture: str, k
 @pytest.mark.parametrize("kernel", IN_BLOCKS)
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_a_mask_is_written_without_the_code_for_ties(architecture: str, kernel: str) -> None:
-    """With it there are 47 instructions for four keys: 13.4 us in place of 12.9 for 512 x 8,192 scores on an H200."""
+    """With that code, four keys take 47 instructions, and 512 x 8,192 scores 13.4 us on an H200, instead of 12.9 us."""
     functions = kernels(library(), architecture)
     writing = [loop for loop in loops(functions[find(functions, kernel)]) if count(loop, "STG.E$") == 2]
     (loop,) = (loop for loop in writing if count(loop, "LDS.128") == 2 and not count(loop, "VOTE"))
@@ -288,7 +293,7 @@ def test_a_mask_is_written_without_the_code_for_ties(architecture: str, kernel: 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_all_searches_of_a_merge_load_at_once(architecture: str, last: bool) -> None:
-    """nvcc had made each wait for the one before. With that, and longer runs, a pool took 10 us more on an H200."""
+    """nvcc had made each load wait for the last one. With that, and longer runs, a pool took 10 us more on an H200."""
     functions = kernels(library(), architecture)
     (loop,) = loops(functions[find(functions, f"10merge_runsILb{int(last)}E")])
     order = [step.opcode for step in loop if re.match(r"LDG|ISETP.*U32.*\.EX", step.opcode)]
@@ -299,8 +304,9 @@ def count(code: list[Instruction], opcode: str) -> int:
     return sum(re.match(opcode, step.opcode) is not None for step in code)
 
 
-# How many stores of 16 bytes the kernels have for rows in half precision, and for rows in float32 of which each vector
-# takes two. sum_tokens writes four vectors at once, or one, or that of a run that is longer than a warp adds.
+# The number of stores of 16 bytes in the kernels, for rows in half precision and for rows in float32, where each vector
+# takes two stores. sum_tokens has a store for four vectors at a time, one for a single vector, and one for a run that
+# is longer than a warp adds up.
 STORES = {"sum_rows": (1, 2), "finish_rows": (1, 2), "join_tokens": (1, 2), "sum_tokens": (6, 12)}
 
 
@@ -333,7 +339,7 @@ def test_it_compiles_without_a_warning() -> None:
 
 
 def test_wheels_hold_all_architectures() -> None:
-    """What D3S_GPUS=all means. test_wheel.py checks them in a wheel."""
+    """D3S_GPUS=all stands for these architectures. test_wheel.py looks for them in a wheel."""
     found = re.search(r"set\(D3S_ALL_GPUS ([^)]+)\)", (ROOT / "csrc" / "gpus.cmake").read_text(encoding="utf-8"))
     assert found
     assert [f"sm_{number.partition('-')[0]}" for number in found[1].split()] == WHEELS

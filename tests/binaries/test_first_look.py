@@ -1,4 +1,4 @@
-"""The loops as `make demo` compiles them: those of this processor alone."""
+"""Tests the loops as `make demo` compiles them, only for this processor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_only_the_loops_of_this_processor_are_compiled() -> None:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     compiled = sorted(path.name for path in folder.glob("CMakeFiles/loops_*.dir"))
     assert compiled == sorted({f"loops_{best.removesuffix('_bf16')}.dir", f"loops_{best}.dir"})
-    # A lower level is not there to be asked for.
+    # No lower level is compiled, so none can be chosen.
     for asked in ("baseline", best):
         run = subprocess.run(
             [folder / "test_loops"], capture_output=True, text=True, env=environment | {"D3S_KERNELS_SIMD": asked}
@@ -39,7 +39,7 @@ def test_only_the_loops_of_this_processor_are_compiled() -> None:
 
 
 def test_a_processor_without_the_compiled_loops_is_told(tmp_path: Path) -> None:
-    """As where the environment of a first look is moved to an older machine."""
+    """As if the environment of a first look was moved to an older machine."""
     (tmp_path / "compiled_levels.h").write_text(
         "#define D3S_LEVELS(X, table)\n#define D3S_BF16_LEVELS(X, table) X(neon_bf16, table) X(avx512_bf16, table)\n"
     )

@@ -1,4 +1,4 @@
-"""The table of the selection kernels in docs/gpu.md is what is counted: launches, waves, registers, code."""
+"""The table of selection kernels in docs/gpu.md equals what is counted: launches, waves, registers and code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels, read from the machine code: a test of performance that needs no GPU."""
+"""Tests what Triton makes of the kernels, as read from the machine code. So performance is tested without a GPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 1
 ARCHITECTURES = ["sm_90", *(slow(name, shows="what becomes of the kernels there") for name in ("sm_80", "sm_100"))]
 AMD = GPUTarget("hip", "gfx942", 64)
 
-VOCABULARY, ODD_VOCABULARY = 151_936, 50_257  # rows aligned to 16 bytes, and not
+VOCABULARY, ODD_VOCABULARY = 151_936, 50_257  # rows that are aligned to 16 bytes, and rows that are not
 VECTOR = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
-# In the loop over logits, for an element. At 4.3 TB/s an H200 has time for some 13.8 until the next bfloat16 arrives.
+# The most instructions for an element in the loop over logits. At 4.3 TB/s, an H200 has time for some 13.8 instructions
+# until the next bfloat16 arrives.
 MOST_INSTRUCTIONS = {torch.bfloat16: 9.5, torch.float16: 9.5, torch.float32: 9.0}
 MOST_INSTRUCTIONS_ASKEW = 11.5
 MOST_INSTRUCTIONS_OF_GRADIENTS = 12.0
@@ -83,7 +84,7 @@ CASES: dict[str, Callable[[], None]] = {
     "top of logits": from_logits,
     **{f"varied of {length}": lambda length=length: varied(length) for length, _ in max_variance.SIZES},
 }
-# Selections take long to compile with Triton, so the smallest of each kind stands for all; float16 is as bfloat16.
+# Triton takes long to compile selections, so the smallest of each kind is tested for all. float16 is like bfloat16.
 LONG = [name for name in CASES if name.startswith(("top", "varied"))]
 LONG.remove(f"top of {topk_mask.SIZES[0][0]}")
 LONG.remove(f"varied of {max_variance.SIZES[0][0]}")
@@ -101,7 +102,7 @@ def launches(case: str, warp_size: int = 32) -> list[Launch]:
 
 
 def machine_code(launch: Launch, architecture: str, folder: Path) -> tuple[list[Instruction], Resources, int]:
-    """A kernel's instructions, its resources, and its bytes of shared memory."""
+    """The instructions of a kernel, its resources, and its bytes of shared memory."""
     path = folder / f"{architecture}.cubin"
     compiled = launch.compile(NVIDIA[architecture])
     path.write_bytes(compiled.asm["cubin"])
@@ -123,8 +124,8 @@ def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
         _, used, shared = machine_code(launch, architecture, tmp_path)
         warps = launch.options["num_warps"]
         print(f"{architecture} {launch.name}: {used.registers} registers, {warps} warps, {shared} bytes shared")
-        # On sm_80 Triton 3.6 spills four words in parts, since it takes no more than 64 registers; with 256 rollouts,
-        # 3.9 spills two. On sm_100 it spills two words of 32 values in a thread.
+        # On sm_80, Triton 3.6 spills four words in parts, since it takes no more than 64 registers. With 256 rollouts,
+        # Triton 3.9 spills two words. On sm_100, it spills two words if a thread has 32 values.
         spilling = {
             "select_top of 8192": 8,
             f"select_top_in_parts of {topk_mask.PART}": 16,
@@ -134,11 +135,11 @@ def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
         assert used.stack <= allowed, launch
         assert used.local == 0, launch
         assert used.registers * warps * 32 <= 65_536  # registers of a multiprocessor
-        assert shared * 2048 // (warps * 32) <= 164 << 10  # shared by as many programs as its threads allow
+        assert shared * 2048 // (warps * 32) <= 164 << 10  # divided among as many programs as the threads allow
 
 
 def main_loop(launch: Launch, architecture: str, elements: int, folder: Path) -> list[Instruction]:
-    """The first loop with at least one exponential for each element that a thread loads at a time."""
+    """The first loop with at least one exponential for each of the elements that a thread loads at a time."""
     code, *_ = machine_code(launch, architecture, folder)
     return next(loop for loop in loops(code) if len(opcodes(loop, r"MUFU\.EX2")) >= elements)
 
@@ -152,16 +153,16 @@ def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: P
     loop = main_loop(reduce_slices, architecture, elements, tmp_path)
     print(f"{architecture} {dtype}: {len(loop)} instructions for {elements} elements, {len(loop) / elements:.2f}")
     assert len(loop) <= MOST_INSTRUCTIONS[dtype] * elements
-    assert len(opcodes(loop, r"MUFU\.EX2")) == elements + 1  # one each, and one that moves them to their maximum
+    assert len(opcodes(loop, r"MUFU\.EX2")) == elements + 1  # one for each, and one to rescale the sums
     assert len(opcodes(loop, "LDG")) == logprob_entropy.IN_FLIGHT
     assert all(".128" in opcode for opcode in opcodes(loop, "LDG"))
     assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL|ATOM|MEMBAR")
-    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 64  # 4 programs fit
+    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 64  # four programs fit
 
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 def test_misaligned_rows(tmp_path: Path) -> None:
-    """Elements are loaded singly: this takes more instructions, but fewer than an H200 has time for."""
+    """Elements are loaded one by one. This takes more instructions, but fewer than an H200 has time for."""
     reduce_slices, _ = launches("forward, misaligned")
     loop = main_loop(reduce_slices, "sm_90", 32, tmp_path)
     print(f"sm_90, misaligned: {len(loop) / 32:.2f} instructions for an element")
@@ -186,7 +187,7 @@ def test_the_loop_of_the_backward(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 def test_the_search_for_a_bound(tmp_path: Path) -> None:
-    """A guess takes one comparison and one addition for each value, and 512 rows are one wave of programs."""
+    """A guess takes one comparison and one addition for each value. All programs for 512 rows run in one wave."""
     launch, *_ = launches("top of 8192")
     code, used, _ = machine_code(launch, "sm_90", tmp_path)
     for loop in loops(code):
@@ -198,7 +199,7 @@ def test_the_search_for_a_bound(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", AMD_CASES)
 def test_for_amd(case: str) -> None:
-    """gfx942: it compiles, and nothing spills to memory. (A scalar register may, to a lane of a vector register.)"""
+    """On gfx942, the kernels compile, and nothing spills to memory. Scalar registers may spill to vector registers."""
     for launch in launches(case, warp_size=64):
         text = launch.compile(AMD).asm["amdgcn"]
         spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)
@@ -207,7 +208,7 @@ def test_for_amd(case: str) -> None:
 
 
 def test_one_program_for_batches_of_any_size() -> None:
-    """One compilation serves any strides between rows and sequences, with rows of 40 vectors and any number of rows."""
+    """For rows of 40 vectors, one compilation serves any number of rows and any strides between rows and sequences."""
     programs: dict[str, set[str]] = {}
     for rows, length in ((3, 15), (3, 16), (2, 17), (1, 16), (1, 1)):
         logits = torch.empty(rows, length, 320, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""The wheel works in a clean environment, and its libraries contain and require what its name promises.
+"""The wheel works in a clean environment. Its libraries contain and require what the name of the wheel promises.
 
-`make test` packs what set-up has built as a wheel. `make test-all` builds one, for CUDA where there is an nvcc.
-D3S_TEST_WHEEL names another wheel; of one for another processor, only the files are read.
+`make test` packs what set-up has built as a wheel. `make test-all` builds a wheel, for CUDA if there is an nvcc.
+D3S_TEST_WHEEL names another wheel. If that wheel is for another processor, only its files are read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MACHINE = OF_THE_TAG[1] if OF_THE_TAG else platform.machine()
 RUNS_HERE = platform.machine() == MACHINE
 MACHINE_CODE = {90, 100, 120} | ({80, 86, 89} if MACHINE == "x86_64" else set())
 PTX = {120}
-PACKED = not EVERYTHING and GIVEN is None  # whether it is packed from what set-up has built
+PACKED = not EVERYTHING and GIVEN is None  # whether the wheel is packed from what set-up has built
 # Libraries that every system with this tag has (PEP 600), and libraries that torch brings.
 OF_GLIBC = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
 OF_THE_SYSTEM = OF_GLIBC | {"libgcc_s.so.1", "libstdc++.so.6"}
@@ -63,7 +63,7 @@ OF_TORCH = {"libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "
 
 
 def toolkit() -> str:
-    """The version of the nvcc that the tool would use, or "none" if there is no nvcc or it is too old."""
+    """The version of the nvcc that the tool would use; "none" if there is no nvcc, or if the nvcc is too old."""
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which(os.environ.get("CUDACXX", "nvcc"))
     if nvcc is None:
@@ -93,12 +93,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def local_version(wheel: Path) -> str:
-    """cpu or cu130: promised by the wheel's name, or found by set-up. The tests below compare the wheel with it."""
+    """cpu or cu130, as the wheel's name promises or set-up has found. The tests below compare the wheel with this."""
     if PACKED:
         assert parse_wheel_filename(wheel.name)[1].local is None
         cuda = d3s_kernels.build_info()["cuda"]
         return "cu" + "".join(cuda.split(".")[:2]) if cuda else "cpu"
-    return parse_wheel_filename(wheel.name)[1].local or "cpu"  # a plain wheel, for a public index, is without CUDA
+    # A wheel for a public index has no such part in its version, and no CUDA.
+    return parse_wheel_filename(wheel.name)[1].local or "cpu"
 
 
 @pytest.fixture(scope="session")
@@ -128,8 +129,8 @@ class Environment:
     packages: Path
 
     def run(self, *arguments: str | Path) -> str:
-        # -I: neither this folder nor PYTHONPATH is searched. The working directory keeps the sources out of the search,
-        # too.
+        # With -I, neither this folder nor PYTHONPATH is searched. Because of the working directory, the sources are not
+        # found either.
         command = [self.python, "-I", *arguments]
         done = subprocess.run(command, cwd=self.packages, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -141,7 +142,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """A new environment with torch, torch's dependencies and the wheel, and nothing else.
 
     Links replace another download of torch, which would take minutes. pip installs the wheel without an index, so its
-    declared dependencies have to be there.
+    declared dependencies must be there.
     """
     if not RUNS_HERE:
         pytest.skip(f"a wheel for {MACHINE}, which does not run here")
@@ -169,7 +170,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 class Binary:
-    """What the loader would read from a library."""
+    """The parts of a library that the loader would read."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -221,17 +222,17 @@ def test_the_name(wheel: Path, local_version: str) -> None:
 
 
 def test_what_is_in_it(wheel: Path, local_version: str) -> None:
-    """It has the package and its metadata, the CUDA library if promised, and no library of torch."""
+    """The wheel has the package, its metadata and, if promised, the CUDA library. It has no library of torch."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"d3s_kernels"}
     libraries = {Path(name).name.partition(".")[0] for name in names if ".so" in name}
     assert libraries - {"_build_info"} == {"_cpu"} | ({"_cuda"} if local_version != "cpu" else set())
-    assert "_build_info" in libraries or not RUNS_HERE  # one that is cross-compiled has none
+    assert "_build_info" in libraries or not RUNS_HERE  # a cross-compiled wheel has none
     assert "d3s_kernels/py.typed" in names
 
 
 def test_links_of_the_description_lead_somewhere(wheel: Path) -> None:
-    """An index of packages shows the description on a page of its own."""
+    """A package index shows the description on its own site, so relative links would not work."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         headers, _, description = file.read(name).decode().partition("\n\n")
@@ -247,7 +248,7 @@ def test_it_runs_in_a_clean_environment(clean: Environment) -> None:
 
 
 def test_a_python_without_a_module_of_its_own_has_the_same_facts(clean: Environment) -> None:
-    """A file that Python does not find stands for the module of a version that the builder did not have."""
+    """Hides a module file. This is as with a Python version that the builder did not have."""
     say = "import json, d3s_kernels; print(json.dumps(d3s_kernels.build_info()))"
     with_module = clean.run("-c", say)
     (module,) = (clean.packages / "d3s_kernels").glob(f"_build_info.cpython-3{sys.version_info[1]}-*.so")
@@ -321,7 +322,7 @@ def cuobjdumps() -> Iterator[str]:
 
 @pytest.fixture
 def costs(wheel: Path) -> dict[str, int]:
-    """What tools/wheel.py says that the code for each architecture costs."""
+    """The size of the code for each architecture, as tools/wheel.py reports it."""
     found: dict[str, int] = runpy.run_path(str(TOOL))["architectures"](wheel)
     return found
 
@@ -333,7 +334,7 @@ def test_the_costs_of_the_architectures_are_those_of_the_fat_binaries(
     machine_code = {name for name in costs if name.startswith("sm_")}
     promised = d3s_kernels.build_info()["cuda_architectures"].split() if PACKED else map(str, MACHINE_CODE)
     assert machine_code == {f"sm_{name.partition('-')[0]}" for name in promised}
-    # Beside the entries there are a header of 16 bytes for each source, and what aligns them.
+    # Besides the entries, there are a header of 16 bytes for each source, and padding.
     section = binaries["_cuda"].sizes[".nv_fatbin"]
     assert section - 100 * 16 <= sum(costs.values()) < section
 
@@ -358,7 +359,7 @@ def test_it_holds_all_architectures(unpacked: Path) -> None:
         files[kind] = [int(number) for number in re.findall(r"\.sm_(\d+)\.", said)]
     assert set(files["elf"]) == MACHINE_CODE
     assert set(files["ptx"]) == PTX
-    # Every source is compiled for each of them, so there are equally many files of each.
+    # Every source is compiled for each architecture, so all architectures have the same number of files.
     assert len({files["elf"].count(number) for number in MACHINE_CODE} | {files["ptx"].count(*PTX)}) == 1
 
 
@@ -395,7 +396,7 @@ def fake_toolkit(tmp_path: Path) -> Path:
 
 
 def refused(cuda: str, **environment: str) -> str:
-    """The tool's message when it builds nothing. By default PATH has no nvcc, and no variable names one."""
+    """The tool's message when it refuses to build. By default, PATH has no nvcc, and no variable names an nvcc."""
     rest = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDACXX")}
     rest["PATH"] = "/nonexistent"
     done = subprocess.run([sys.executable, TOOL, cuda], env=rest | environment, capture_output=True, text=True)

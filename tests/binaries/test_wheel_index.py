@@ -36,7 +36,7 @@ def make(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def download(index: Path, wanted: str, out: Path) -> subprocess.CompletedProcess[str]:
-    """What `pip install --no-deps --index-url` does before it unpacks."""
+    """Does what `pip install --no-deps --index-url` does before it unpacks."""
     pip = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "download", "--no-deps"]
     command = [*pip, "--no-cache-dir", "--index-url", index.as_uri(), "--dest", out, wanted]
     return subprocess.run(command, capture_output=True, text=True)
@@ -59,13 +59,13 @@ def test_pip_takes_wheels_from_it(wheels: Path, tmp_path: Path) -> None:
 
 
 def test_links_lead_to_the_address(wheels: Path, tmp_path: Path) -> None:
-    """Those of several releases, each of which has a folder."""
+    """The index has the wheels of several releases. Each release has a folder."""
     for name in NAMES:
         folder = wheels / f"v{name.partition('+')[0]}"
         folder.mkdir(exist_ok=True)
         (wheels / f"d3s_kernels-{name}-py3-none-any.whl").rename(folder / f"d3s_kernels-{name}-py3-none-any.whl")
     index = wheels / "simple"
-    for _ in range(2):  # an index that is there is replaced
+    for _ in range(2):  # an index that exists is replaced
         assert make(wheels, index, "--address", "https://example.invalid/download/").returncode == 0
     page = (index / "d3s-kernels" / "index.html").read_text(encoding="utf-8")
     assert 'href="https://example.invalid/download/v0.2.0/d3s_kernels-0.2.0%2Bcu130-py3-none-any.whl#sha256=' in page

@@ -29,7 +29,7 @@ class Launch(NamedTuple):
         return str(self.kernel.fn.__name__)
 
     def compile(self, target: GPUTarget) -> CompiledKernel:
-        """As Triton does at the first launch: multiples of 16 and the number 1 are specialised."""
+        """Compiles as Triton does at the first launch. Multiples of 16 and the number 1 are specialised."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int, ...], Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -1,7 +1,7 @@
 // How the threads of a block take turns. See cuda_shim.h.
 //
-// A thread that waits picks the next thread and switches to it directly. A thread that returns leaves its stack to the
-// next thread that has not begun. So a block without waiting threads runs as a loop on one stack.
+// A thread that waits picks the next thread and switches to it directly. When a thread returns, the next thread that
+// has not begun takes over its stack. So a block in which no thread waits runs as a loop on one stack.
 #include "cuda_shim.h"
 
 #include <sys/mman.h>
@@ -31,7 +31,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// AddressSanitizer would mark the frame of a function that never returns, on a stack that is used again.
+// A function that never returns must not use AddressSanitizer, which would mark its frame on a stack that is used
+// again.
 #define D3S_SHIM_NO_ASAN __attribute__((no_sanitize_address, noinline))
 
 uint3 threadIdx, blockIdx;
@@ -56,7 +57,7 @@ struct Context {  // the saved state of a flow of control that is not running
 #else
   void* stack_pointer = nullptr;
 #endif
-  const void* bottom = nullptr;  // of its stack; these three are for AddressSanitizer
+  const void* bottom = nullptr;  // the bottom of the stack; the last three members are for AddressSanitizer
   size_t bytes = 0;
   void* fake_stack = nullptr;
 };
@@ -105,7 +106,7 @@ d3s_shim_switch:
 )");
 #endif
 
-// Has to be called first after each switch, by a context that begins or continues.
+// Must be the first call after each switch, in the context that begins or continues.
 D3S_SHIM_NO_ASAN void arrived(void* fake_stack) {
 #if defined(D3S_SHIM_ASAN)
   __sanitizer_finish_switch_fiber(fake_stack, &left->bottom, &left->bytes);
@@ -145,7 +146,7 @@ Stack* new_stack() {
   return stack;
 }
 
-// Takes a stack that starts in `main` at the first switch to it.
+// Takes a stack. The first switch to it starts `main`.
 Stack* take_stack(void (*main)()) {
   Stack* const stack = unused_stacks ? unused_stacks : new_stack();
   unused_stacks = stack->next;
@@ -159,7 +160,8 @@ Stack* take_stack(void (*main)()) {
   context.registers.uc_link = nullptr;
   makecontext(&context.registers, main, 0);
 #else
-  // As d3s_shim_switch leaves a frame: control words, six registers, the address to continue at, and no caller.
+  // The frame that d3s_shim_switch would leave: control words, six registers, the address to continue at, and no
+  // caller.
   auto* frame = reinterpret_cast<uint64_t*>(stack->top) - 9;
   std::memset(frame, 0, 9 * sizeof *frame);
   auto* control = reinterpret_cast<char*>(frame);
@@ -184,7 +186,7 @@ struct Thread {
   uint64_t value, result;
 };
 
-struct Warp {  // each is a set of lanes, as bits
+struct Warp {  // each member is a set of lanes, as bits
   unsigned lanes, ready, at_warp_operation, at_barrier, returned;
 };
 
@@ -196,13 +198,13 @@ struct Launch {
 } launch;
 
 struct Block {
-  Stack* stacks[kMaxThreads];  // of each thread: null before it begins and after it returns
+  Stack* stacks[kMaxThreads];  // the stack of each thread; null before it begins and after it returns
   Thread threads[kMaxThreads];
   Warp warps[kMaxThreads / 32];
   unsigned size;         // threads
-  unsigned warps_ready;  // as bits: the warp has a lane that is ready
-  unsigned warp;         // the latest that was picked
-  bool one_warp_ahead;   // run the same warp until it has to wait, instead of drawing another
+  unsigned warps_ready;  // a bit for each warp: whether it has a lane that is ready
+  unsigned warp;         // the warp that was picked last
+  bool one_warp_ahead;   // run the same warp until it has to wait, instead of drawing another one
   unsigned running;      // the index of the running thread
   unsigned at_barrier, barrier_sum, barrier_result;
   unsigned returned;
@@ -291,7 +293,7 @@ void make_ready(unsigned warp, unsigned lanes) {
   block.warps_ready |= 1u << warp;
 }
 
-// Picks the next of the threads that can run. Returns false if all threads have returned.
+// Picks one of the threads that can run. Returns false if all threads have returned.
 bool pick_next() {
   if (block.warps_ready == 0) {
     if (block.returned == block.size) return false;
@@ -306,7 +308,7 @@ bool pick_next() {
   return true;
 }
 
-// Some missing barriers show only where warps keep pace, others only where one warp runs far ahead.
+// Some missing barriers show only if warps keep pace, others only if one warp runs far ahead.
 void draw_pace() { block.one_warp_ahead = draw.next() >> 63; }
 
 void thread_returned() {
@@ -343,7 +345,7 @@ D3S_SHIM_NO_ASAN void run_threads() {
   }
 }
 
-// Runs other threads until the running thread, which waits or is ready, is picked again.
+// Runs other threads until the running thread is picked again. The running thread waits, or is ready.
 void wait_for_turn() {
   Stack* const stack = block.stacks[block.running];
   pick_next();
@@ -355,7 +357,8 @@ void wait_for_turn() {
 
 void run_block(const dim3& grid, uint64_t index) {
   blockIdx = {static_cast<unsigned>(index % grid.x), static_cast<unsigned>(index / grid.x), 0};
-  // Allocated anew with exactly the requested size, so that AddressSanitizer sees accesses beyond its end or lifetime.
+  // Memory of exactly the requested size is allocated for each block, so that AddressSanitizer sees accesses beyond its
+  // end or lifetime.
   block.shared = launch.shared_bytes ? std::malloc(launch.shared_bytes) : nullptr;
   if (block.shared) std::memset(block.shared, static_cast<int>(kPoison & 0xff), launch.shared_bytes);
   block.at_barrier = block.barrier_sum = block.returned = block.warps_ready = 0;
@@ -374,7 +377,7 @@ void run_block(const dim3& grid, uint64_t index) {
 
 // ---- operations --------------------------------------------------------------------------------------------------
 
-// Gives each lane of `group` its result. All of them wait.
+// Gives each lane of `group` its result. All of these lanes wait.
 void finish_warp_operation(Operation operation, Thread* lanes, unsigned group) {
   if (Operation::kShuffle <= operation && operation <= Operation::kShuffleXor) {
     for (unsigned rest = group; rest; rest &= rest - 1) {
@@ -462,7 +465,8 @@ uint64_t warp_operation(Operation operation, unsigned mask, uint64_t value, Site
   return thread.result;
 }
 
-// As PTX's shfl: five bits of the operand count, and a lane whose source is outside its segment gets its own value.
+// Works like PTX's shfl: five bits of the operand count, and a lane whose source is outside its segment gets its own
+// value.
 unsigned source_lane(Operation operation, unsigned operand, int width, Site at) {
   if (width < 1 || width > 32 || (width & (width - 1)))
     stop_at(operation, 0, at, "width " + std::to_string(width) + " is no power of two up to 32");
@@ -505,7 +509,8 @@ void run_grid(const void* kernel, dim3 grid, int threads, size_t shared_bytes, v
 
   if (setting("D3S_SHIM_DRY", 0) > 0) return;
 
-  // Every block runs once: from a random one on, in steps that are coprime to the number of blocks.
+  // Every block runs once. The first block is random; the others follow in steps that are coprime to the number of
+  // blocks.
   const uint64_t seed = setting("D3S_SHIM_SEED", 0), blocks = static_cast<uint64_t>(grid.x) * grid.y;
   draw.state = seed;
   draw.state = draw.next();  // so that the sequences of neighbouring seeds do not overlap
@@ -533,7 +538,7 @@ std::string launches;
 
 void note_launch(const char* name, int64_t blocks, int threads, size_t shared_bytes) {
   const std::lock_guard<std::mutex> alone(one_launch_at_a_time);
-  if (launches.size() > 1 << 20) launches.clear();  // nobody asks
+  if (launches.size() > 1 << 20) launches.clear();  // nobody reads them
   launches += std::string(name) + "\t" + std::to_string(blocks) + "\t" + std::to_string(threads) + "\t" +
               std::to_string(shared_bytes) + "\n";
 }

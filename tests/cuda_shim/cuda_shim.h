@@ -1,11 +1,11 @@
-// What CUDA source needs so that a C++ compiler can compile it and it runs on the CPU. For tests only.
+// What CUDA sources need so that a C++ compiler can compile them and they run on the CPU. For tests only.
 //
-// The threads of a block are fibres of one OS thread. One runs at a time, until its next synchronisation point.
-// D3S_SHIM_SEED determines which one is next, and the order of the blocks. So a kernel that lacks a barrier gives
-// results that change with the seed. A kernel whose threads deadlock stops with a message that says which thread waits
-// for what. With AddressSanitizer, shared memory ends where the launch says it ends.
+// The threads of a block are fibres of one OS thread. One fibre runs at a time, until its next synchronisation point.
+// D3S_SHIM_SEED determines which fibre runs next, and the order of the blocks. So a kernel that lacks a barrier gives
+// results that change with the seed. If the threads of a kernel deadlock, the shim stops with a message that says which
+// thread waits for what. With AddressSanitizer, shared memory ends at the size that the launch requested.
 //
-// It has only what the kernels use, and accepts nothing that nvcc would refuse.
+// The shim has only what the kernels use, and accepts nothing that nvcc would refuse.
 #pragma once
 
 #include <cmath>
@@ -80,7 +80,7 @@ enum class Operation : uint8_t {
   kReduceMax,
 };
 
-// Both wait for all participating threads. `source` is the lane that a shuffle reads, as given in the call.
+// These two wait for all participating threads. `source` is the lane that a shuffle reads, as the call has it.
 int block_operation(Operation operation, bool predicate, Site at);
 uint64_t warp_operation(Operation operation, unsigned mask, uint64_t value, Site at, unsigned source = 0);
 unsigned source_lane(Operation operation, unsigned operand, int width, Site at);
@@ -151,7 +151,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, d3s::shim::
   return d3s::shim::shuffle(d3s::shim::Operation::kShuffleXor, mask, value, static_cast<unsigned>(lanes), width, at);
 }
 
-// int has the order of unsigned with the sign bit inverted.
+// ints sort like unsigned integers if the sign bit is inverted.
 #define D3S_SHIM_REDUCE(name, operation, sign_bit)                                                             \
   inline unsigned name(unsigned mask, unsigned value, d3s::shim::Site at = d3s::shim::here()) {                \
     return static_cast<unsigned>(d3s::shim::warp_operation(d3s::shim::Operation::operation, mask, value, at)); \
@@ -165,12 +165,12 @@ D3S_SHIM_REDUCE(__reduce_min_sync, kReduceMin, 0x80000000u)
 D3S_SHIM_REDUCE(__reduce_max_sync, kReduceMax, 0x80000000u)
 #undef D3S_SHIM_REDUCE
 
-// Only one fibre runs at a time, so it sees all writes of the others.
+// Only one fibre runs at a time, so each fibre sees all writes of the others.
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 // ---- atomics: plain operations, because no other fibre runs in between -------------------------------------------
-// None for float and double: their sums would depend on the order of the threads.
+// There are none for float and double, since sums would depend on the order of the threads.
 
 #define D3S_SHIM_ATOMICS(T)                                                                                    \
   inline T atomicExch(T* at, T value) { return std::exchange(*at, value); }                                    \
@@ -234,7 +234,7 @@ inline float __uint_as_float(unsigned x) { return d3s::shim::same_bits<float>(x)
 inline float __int_as_float(int x) { return d3s::shim::same_bits<float>(x); }
 
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
-inline float __fadd_rn(float x, float y) { return x + y; }  // with -ffp-contract=off, as all is compiled
+inline float __fadd_rn(float x, float y) { return x + y; }  // never fused, since all is compiled with -ffp-contract=off
 inline float __fmul_rn(float x, float y) { return x * y; }
 
 // The same overloads as CUDA, including mixed signs, so that a call that is ambiguous in CUDA is ambiguous here.
@@ -253,7 +253,7 @@ D3S_SHIM_MIN_MAX_INTEGERS(long long)
 #undef D3S_SHIM_MIN_MAX_INTEGERS
 #undef D3S_SHIM_MIN_MAX
 
-// Of NaN and a number, the number is returned.
+// If one of the two is NaN, the result is the other.
 inline float min(float a, float b) { return std::fmin(a, b); }
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline double min(double a, double b) { return std::fmin(a, b); }
@@ -294,11 +294,12 @@ cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t = nu
 
 namespace d3s::shim {
 
-// Calls `thread(arguments)` as every thread of the grid, or keeps an error for cudaGetLastError.
+// Calls `thread(arguments)` for every thread of the grid, or keeps an error for cudaGetLastError.
 void run_grid(const void* kernel, dim3 grid, int threads, size_t shared_bytes, void (*thread)(void*), void* arguments);
 cudaError_t allow_shared_memory(const void* kernel, int bytes);
 
-// What the device was asked to do since the process began; tests read the differences (counts() in kernels.py).
+// What the device has done since the process began. Tests compare the counts before and after a call (asked() in
+// kernels.py).
 struct Counts {
   uint64_t launches, memsets;
   uint64_t vectors;  // loads of 16 bytes, which are nearly all that most kernels read
@@ -306,8 +307,9 @@ struct Counts {
 };
 extern "C" __attribute__((visibility("default"))) Counts d3s_shim_counts;
 
-// What was launched since the last call: lines of name, blocks, threads and bytes of shared memory, with tabs between.
-// With D3S_SHIM_DRY=1 the kernels themselves do not run, so that shapes of a GPU take no time.
+// Returns what was launched since the last call. Each line has the name, blocks, threads and bytes of shared memory of
+// a launch, separated by tabs. With D3S_SHIM_DRY=1 the kernels do not run, so that inputs as large as on a GPU take no
+// time.
 extern "C" __attribute__((visibility("default"))) const char* d3s_shim_launches();
 void note_launch(const char* name, int64_t blocks, int threads, size_t shared_bytes);
 
@@ -328,7 +330,7 @@ namespace d3s {
 using shim::note_launch;
 inline void note_scores(int count) { shim::d3s_shim_counts.scores += count; }
 
-// The block's shared memory, filled with 0xa5. It has the size that the launch requested; null if that is 0.
+// The block's shared memory, filled with 0xa5. It has the size that the launch requested; null if this size is 0.
 template <class T>
 T* dynamic_shared() {
   static_assert(alignof(T) <= 16);

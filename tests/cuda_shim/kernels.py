@@ -1,7 +1,7 @@
 """Tests of what only the CUDA kernels have: launches that depend on the size, misaligned rows, unchecked values.
 
-test_cuda_emulated.py runs them with the plugin tests/emulated_cuda.py, and on a GPU tests/on_cuda.py does. The
-emulated device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that inputs of a size for a CPU take every path.
+test_cuda_emulated.py runs these tests with the plugin tests/emulated_cuda.py; on a GPU, tests/on_cuda.py runs them. The
+emulated device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that inputs small enough for a CPU take every path.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ emulated = pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, the values of tensors are not checked."""
+    """The values of tensors are not checked, as on a GPU."""
     monkeypatch.delenv("D3S_KERNELS_CHECK", raising=False)
 
 
@@ -61,7 +61,7 @@ def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def at_every_place(rows: Tensor) -> Iterator[Tensor]:
-    """The same rows at every alignment: each time one element further from a multiple of 16 bytes."""
+    """Copies of the rows at every alignment. Each copy begins one element further from a multiple of 16 bytes."""
     count, columns = rows.shape
     for shift in range(16 // rows.element_size()):
         room = torch.full((count * columns + shift,), torch.nan, dtype=rows.dtype)
@@ -70,7 +70,7 @@ def at_every_place(rows: Tensor) -> Iterator[Tensor]:
         yield moved
 
 
-# ---- threads in any order: the same bits -----------------------------------------------------------------------------
+# ---- threads in any order: equal results -----------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -86,7 +86,7 @@ def gradient(logits: Tensor, labels: Tensor, **options: object) -> Tensor:
 
 def cases() -> dict[str, Case]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, SLICE + 777, generator=generator).bfloat16()  # many rows for one multiprocessor
+    logits = torch.randn(6, SLICE + 777, generator=generator).bfloat16()  # many rows, for one multiprocessor
     labels = torch.tensor([5, -100, SLICE + 3, 7, 8, 9])
     scores = torch.randint(0, 50, (9000,), generator=generator).float()
     ragged = torch.tensor([0, 3000, 3000, 3100, 9000])
@@ -145,14 +145,15 @@ STRETCH = 256  # kStretch in csrc/cuda/kept_sums.h
 
 
 def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:
-    """Spans and tokens with fewer and with more places than one block adds, in neighbouring places."""
+    """A case in which some spans and some tokens have more places than one block adds up, and others have fewer."""
     pairs = 2 * STRETCH + 5
     case = HeadCase(
         width, 3 * STRETCH, dtype, lengths=[STRETCH + 1, STRETCH + 1, STRETCH, 2, 2 * STRETCH, *[2] * pairs]
     )
     before, ids = case.mask.token_ids[: -2 * pairs], case.mask.token_ids[-2 * pairs :].view(-1, 2)
     ids[:, 0], ids[:, 1] = 7, 8
-    ids[int((before == 9).sum()) : STRETCH + 1, 1] = 9  # of one row more than a stretch, with those before
+    # With the rows before these, token 9 is in one row more than a stretch has.
+    ids[int((before == 9).sum()) : STRETCH + 1, 1] = 9
     case.labels[5:] = 7
     return case
 
@@ -197,7 +198,7 @@ def test_few_rows_and_many(vocabulary: int, dtype: torch.dtype, monkeypatch: pyt
     logits = random_logits(6, vocabulary, dtype=dtype)
     labels = random_labels(6, vocabulary=vocabulary)
     results = []
-    for multiprocessors in (1, 2):  # 6 rows are many for one, with its three blocks, and few for two
+    for multiprocessors in (1, 2):  # 6 rows are many for 1 (with its three blocks), few for 2
         monkeypatch.setenv("D3S_SHIM_SMS", str(multiprocessors))
         results.append(d3s.logprob_entropy(logits, labels))
     expected = reference.logprob_entropy(logits, labels)
@@ -210,7 +211,10 @@ def test_few_rows_and_many(vocabulary: int, dtype: torch.dtype, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_entropy_of_one_logit_above_equal_others(dtype: torch.dtype) -> None:
-    """All roundings of a long sum of equal terms go the same way: a GPU was 1e-5 nats off, with one sum a thread."""
+    """In a long sum of equal terms, all rounding errors have the same sign.
+
+    With one sum for each thread, a GPU was 1e-5 nats off.
+    """
     vocabulary, above = 151_936, torch.tensor([10.625, 11.0, 11.3125, 11.625], dtype=torch.float64)
     logits = torch.zeros(len(above), vocabulary, dtype=dtype)
     logits[:, 77] = above.to(dtype)
@@ -239,7 +243,7 @@ def test_misaligned_rows(vocabulary: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_written_misaligned(dtype: torch.dtype) -> None:
-    """The rows of the logits are aligned. Their length is odd, so the rows of the packed gradient are misaligned."""
+    """The rows of the logits are aligned. The rows of the packed gradient have odd length, so they are misaligned."""
     room = random_logits(5, 1032, dtype=dtype)
     logits = room[:, :1021]
     labels = torch.tensor([0, 1020, 7, -100, 8])
@@ -275,7 +279,8 @@ def fresh_state(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 6])  # on one multiprocessor: a block for each slice; for each row
+# On one multiprocessor, 1 row has a block for each slice, and 6 rows have a block for each row.
+@pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("vocabulary", [SLICE + 3, 2 * SLICE + 5])
 def test_rows_and_slices_and_tiles_give_the_same_bits(
     vocabulary: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +291,7 @@ def test_rows_and_slices_and_tiles_give_the_same_bits(
     for multiprocessors in ("1", "132"):
         monkeypatch.setenv("D3S_SHIM_SMS", multiprocessors)
         results.append(d3s.logprob_entropy(logits, labels))
-        for cuts in ([0], [0, SLICE], list(range(0, vocabulary, SLICE))):  # one tile; a slice, then the rest; slices
+        for cuts in ([0], [0, SLICE], list(range(0, vocabulary, SLICE))):  # one tile; a slice and the rest; all slices
             state = fresh_state(rows)
             for first, last in zip(cuts, [*cuts[1:], vocabulary], strict=True):
                 OP.softmax_state_(state, logits[:, first:last].contiguous(), labels, first)
@@ -376,7 +381,7 @@ def test_topk_of_any_length(length: int, shared: str, monkeypatch: pytest.Monkey
 def test_topk_of_segments_longer_than_said(
     max_segment: int | None, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """max_segment is a hint: the result is right even where the hint is wrong."""
+    """max_segment is a hint. The result is right even if the hint is wrong."""
     monkeypatch.setenv("D3S_SHIM_SHARED", shared)
     scores = torch.randint(0, 100, (30_000,)).float()
     offsets = torch.tensor([0, 0, 10, 2058, 4107, 24_000, 30_000])
@@ -387,7 +392,7 @@ def test_topk_of_segments_longer_than_said(
 @pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fours of scores are loaded as vectors only where scores, advantages and masks all have them aligned."""
+    """Four scores are loaded as a vector only if the scores, the advantages and the mask are all aligned there."""
     monkeypatch.setenv("D3S_SHIM_SHARED", shared)
     offsets = torch.tensor([0, 0, 1, 6, 2050, 6151, 11_000])
     for skip, kept in ((0, 1), (1, 0), (2, 3), (4, 1)):
@@ -408,8 +413,8 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [6145, 8188, 8192])
 def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
-    """With NaN, zeros of both signs, ties that not all are kept, and keys that differ in the last digit alone."""
-    near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round most of them to a few values
+    """Scores have NaN, zeros of both signs, ties that are not all kept, and keys that differ only in the last digit."""
+    near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round these to a few values
     rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
     for skip in (0, 1, 2, 4):
         room = torch.zeros(len(rows) * length + skip, dtype=dtype)
@@ -428,7 +433,7 @@ def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
 
 
 def test_topk_of_a_few_long_segments_among_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody says how long they are: blocks take the short ones, pieces the long ones, two of which share a piece."""
+    """There is no max_segment. Blocks take short segments, and pieces take long ones, two of which share a piece."""
     monkeypatch.setenv("D3S_SHIM_SHARED", SMALL_SHARED)
     lengths = [3] * 60 + [8000, 0, 4100] + [5] * 40 + [4001, 1, 5000]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -446,9 +451,9 @@ def test_topk_of_a_few_long_segments_among_short_ones(monkeypatch: pytest.Monkey
 
 
 @emulated
-@pytest.mark.parametrize(("rows", "reads"), [(2, 1), (1, 2)])  # in one block each; in pieces
+@pytest.mark.parametrize(("rows", "reads"), [(2, 1), (1, 2)])  # two rows take a block each; one row is cut into pieces
 def test_how_often_scores_are_read(rows: int, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it matters most: no digit of the k-th score is found before the last one."""
+    """The scores are the worst case: all digits are needed to find the k-th score."""
     monkeypatch.setenv("D3S_SHIM_SHARED", "50000")  # some 10,000 scores
     scores = torch.arange(1.0, 16_385.0).view(rows, -1)
     assert asked(lambda: d3s.topk_mask(scores, 0.2)).scores == reads * scores.numel()
@@ -456,8 +461,8 @@ def test_how_often_scores_are_read(rows: int, reads: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("length", [1, 2, 31, 127, 128, 129, 512, 513, 1024, 1025, 2049, 4095, 4096, 4097, 9001])
 def test_max_variance_of_any_length(length: int) -> None:
-    # With equal values all splits tie, and the rule takes the one with no value from the top. A block tries four for
-    # each of its 128, 256 or 512 threads in a round.
+    # With equal values all splits tie, and the rule takes the split with no value from the top. In a round, a block
+    # tries four splits for each of its 128, 256 or 512 threads.
     threads = [keep for keep in (32, 128, 512, 513, 2048, 2049, 4097) if keep < length]
     for values in (torch.randn(3, length), torch.randint(0, 3, (3, length)).float(), torch.zeros(1, length)):
         for keep in {1, 2, *threads, length // 3 + 1, length}:
@@ -467,17 +472,17 @@ def test_max_variance_of_any_length(length: int) -> None:
 
 @pytest.mark.parametrize("length", [65_536, 65_537])
 def test_pools_of_both_sorts(length: int) -> None:
-    """The longest that our kernels sort, and one that CUB sorts. Few values, so that the order of equal ones counts."""
+    """The longest pool that our kernels sort, and a pool that CUB sorts. With few values, the order of ties matters."""
     values = torch.randint(0, 50, (length,)).float()
     assert_identical(d3s.max_variance_select(values, 1000), reference.max_variance_select(values, 1000))
 
 
-# Both sides of what 2, 4, 8, 16 and 32 lanes hold.
+# Group lengths around the number of values that 2, 4, 8, 16 and 32 lanes hold.
 GROUPS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129)
 
 
 def hard_rewards(*shape: int) -> tuple[Tensor, Tensor]:
-    """Rows of few values, of equal ones, of both zeros and of any size, with NaN and infinities, and a mask."""
+    """Rewards and a mask. Rows have few different values, equal values, both zeros, any sizes, NaN or infinities."""
     size = torch.tensor([1.0, 3e38, 1e-45])[torch.randint(3, shape[:1])][:, None]
     values = torch.randint(-1, 2, shape) * size
     values[::5] = torch.randn(shape)[::5]
@@ -488,7 +493,7 @@ def hard_rewards(*shape: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("length", GROUPS)
 def test_groups_in_the_lanes_of_a_warp(length: int) -> None:
-    """Several in a warp, which differ in how many values are usable; the last warp has lanes without a group."""
+    """The groups of a warp differ in the number of usable values. The last warp has lanes without a group."""
     values, mask = hard_rewards(19, length)
     for keep in {1, 2, length // 2 + 1, max(length - 1, 1), 2 * length}:
         assert_identical(d3s.max_variance_select(values, keep), reference.max_variance_select(values, keep))
@@ -500,7 +505,7 @@ def test_groups_in_the_lanes_of_a_warp(length: int) -> None:
 
 @pytest.mark.parametrize("said", [2, 8, 16, 32, 64, 128, None])
 def test_groups_of_any_lengths_in_a_warp(said: int | None) -> None:
-    """Up to the length that was said, and some longer ones, which a warp sorts outside of its registers."""
+    """Some groups are longer than the call says. A warp sorts these outside of its registers."""
     lengths = torch.randint((said or 130) + 1, (24,))
     lengths[torch.tensor([4, 5, 17])] += torch.tensor([1, 40, 150])
     lengths[-1] = 0
@@ -528,7 +533,7 @@ ROUND = 1024  # kRound in csrc/cuda/max_variance_stretches.h
 
 @pytest.mark.parametrize("keep", [2, ROUND - 1, ROUND, ROUND + 1, 2 * ROUND, 3 * ROUND + 1, 4999, 5000])
 def test_max_variance_in_stretches(keep: int) -> None:
-    """Several long segments, with short and empty ones between, that begin at and beside a multiple of a round."""
+    """Several long segments begin at or beside a multiple of a round. Short and empty segments are between them."""
     lengths = torch.tensor([0, 1, ROUND - 1, 5000, 0, 7, 4 * ROUND + 1, 3 * ROUND, *[1] * 50, 2, 5000, ROUND + 1, 0])
     offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
     total = int(offsets[-1])
@@ -570,7 +575,7 @@ STEP, MOST_PIECES = 16_384, 512  # kStep and kMostPieces in csrc/cuda/compact.cu
 
 
 def assert_compact(values: Tensor, capacity: int) -> None:
-    """Of a mask whose true bytes may be any but 0."""
+    """Compares the results for a mask whose true values may be any byte except 0."""
     found, expected = d3s.compact(values.view(torch.bool), capacity), reference.compact(values != 0, capacity)
     for ours, exact in zip(found, expected, strict=True):
         assert_identical(ours, exact)
@@ -578,7 +583,7 @@ def assert_compact(values: Tensor, capacity: int) -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 15, STEP - 1, STEP, STEP + 1, 5 * STEP + 77])
 def test_compact_of_any_length(n: int) -> None:
-    """With capacities around the total, and so large that more blocks fill what is left than count."""
+    """Some capacities are near the total. One is so large that there are more blocks to fill the rest than to count."""
     values = (torch.rand(n) < 0.2).byte()
     total = int(values.sum())
     for capacity in {0, max(total - 1, 0), total, total + 1, n, n + 3 * STEP}:
@@ -587,7 +592,7 @@ def test_compact_of_any_length(n: int) -> None:
 
 @pytest.mark.parametrize("n", [5, STEP - 8])
 def test_compact_at_every_address(n: int) -> None:
-    """One launch or two, depending on the address. Bytes around the mask are not 0, and count if they are read."""
+    """The address decides whether there are one or two launches. A read outside of the mask would find true values."""
     room = torch.full((n + 32,), 255, dtype=torch.uint8)
     values = torch.randint(0, 256, (n,)) * (torch.rand(n) < 0.3)
     for shift in range(16):
@@ -616,7 +621,7 @@ def test_long_offsets_of_a_batch() -> None:
 
 @pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
 def test_zeros_are_counted_out_wherever_they_are(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count leaves out dropped zeros. Where a segment is taken in pieces, their number is a sum over blocks."""
+    """Dropped zeros are not in the count. If a segment is cut into pieces, the number of zeros is a sum over blocks."""
     monkeypatch.setenv("D3S_SHIM_SHARED", shared)
     entropy = torch.zeros(2, 40_000)
     entropy[:, ::97] = torch.rand(2, 413)
@@ -629,7 +634,7 @@ def test_zeros_are_counted_out_wherever_they_are(shared: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("length", [40_000, 100])
 def test_nothing_to_select(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is selected where no score counts or where ratio or k is bad, in pieces and in one block."""
+    """Nothing is selected if no score counts, or if the ratio or k is bad. This holds in pieces and in one block."""
     monkeypatch.setenv("D3S_SHIM_SHARED", SMALL_SHARED)
     scores = torch.rand(2, length)
     for given in (
@@ -677,7 +682,7 @@ def test_spans_of_a_sampling_mask() -> None:
 
 
 def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the checks of the host see no values."""
+    """The host does not check the values of spans, as on a GPU."""
     monkeypatch.setattr(HeadProblem, "_check_spans", lambda problem: None)
     spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9]]
     labels = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2])
@@ -705,7 +710,7 @@ def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("longest", [1023, 1024, 1025, 3000])
 def test_long_spans_beside_short_ones(longest: int) -> None:
-    """A span above 1,024 tokens takes a whole block. Rows of a block, and blocks, have spans of both kinds."""
+    """A span above 1,024 tokens takes a whole block. Each of the two blocks has spans of both kinds."""
     lengths = [1, longest, 2, 40, 0, longest, 3, 1, longest, 5, longest]
     spans = [torch.randperm(3100)[:length].tolist() for length in lengths]
     labels = torch.tensor([span[-1] if span else 7 for span in spans])
@@ -722,10 +727,10 @@ def test_long_spans_beside_short_ones(longest: int) -> None:
         assert_same_bits(ours, all_rows.detach()[rows])
 
 
-# Of the last two, some stretches of the first row are nobody's.
+# With the last two lists of offsets, some stretches of the first row belong to no row.
 @pytest.mark.parametrize("cuts", [[2**31 - 1, 4000, 935, 3000], [0, 3000, -5, 335], [-5, 4000, -5, 0]])
 def test_bad_offsets_of_shared_sums_give_what_is_undefined(cuts: list[int]) -> None:
-    """And 0 in other rows, which have no gradient then: nothing is read that was not written."""
+    """An undefined row is NaN. The other rows have no gradient, so they are 0: no sum is read that was not written."""
     rows, weight = torch.full((3003,), -1, dtype=torch.int32), torch.randn(9, 8)
     undefined = torch.tensor([False, True, False])
     for kind in (torch.int32, torch.int64):
@@ -738,7 +743,7 @@ def test_bad_offsets_of_shared_sums_give_what_is_undefined(cuts: list[int]) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_that_blocks_share(dtype: torch.dtype) -> None:
-    """Against float64; and rows have the same bits wherever their spans begin."""
+    """The results are near those in float64. A row's results are bitwise equal wherever its span begins."""
     case, rows = shared_runs(16, dtype), [4, 9, 0, 2, 1]
     found, exact = case(max_dense_rows=0), case.exact()
     assert_logprob(found[0], exact[0])
@@ -749,14 +754,14 @@ def test_sums_that_blocks_share(dtype: torch.dtype) -> None:
         assert_same_bits(some, whole[rows])
 
 
-SHORT = 16  # kShort in csrc/cuda/kept_weight_grad.h: the longest run that a warp adds
+SHORT = 16  # kShort in csrc/cuda/kept_weight_grad.h: the longest run that a warp adds up
 RUNS = (1, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT, 33, STRETCH, STRETCH + 1, STRETCH + SHORT, 2 * STRETCH + 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [0, 24, 1100])
 def test_runs_of_every_length_at_every_place(width: int, dtype: torch.dtype) -> None:
-    """Against float64; and a token has the same bits wherever its run begins among the sorted places."""
+    """The results are near those in float64. They are bitwise equal wherever a run begins among the sorted places."""
     lengths = RUNS if width == 24 else (1, SHORT, SHORT + 1, 33)
     hidden, added = torch.randn(40, width).to(dtype), torch.randn(len(lengths) + 1, width)
     first: dict[torch.dtype, Tensor] = {}
@@ -766,7 +771,7 @@ def test_runs_of_every_length_at_every_place(width: int, dtype: torch.dtype) -> 
         number = torch.arange(len(tokens)) - before
         rows, grad = number % 40, number.add(1.0).sin()
         order = torch.rand(len(tokens)).argsort()
-        order[tokens[order].argsort(stable=True)] = torch.arange(len(tokens))  # a token's places stay in their order
+        order[tokens[order].argsort(stable=True)] = torch.arange(len(tokens))  # keeps the order of each token's places
         exact = torch.zeros(len(added), width + 1).double()
         exact.index_add_(0, tokens, torch.cat([hidden, torch.ones(40, 1)], 1).double()[rows] * grad.unsqueeze(1))
         for kind in {dtype, torch.float32}:
@@ -779,7 +784,7 @@ def test_runs_of_every_length_at_every_place(width: int, dtype: torch.dtype) -> 
 
 
 class Counts(ctypes.Structure):
-    """What the emulated device was asked to do: shim::Counts."""
+    """The counts of the emulated device's work, as in shim::Counts."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("launches", "memsets", "vectors", "scores")]
 
@@ -787,7 +792,7 @@ class Counts(ctypes.Structure):
 class Asked(NamedTuple):
     launches: int
     memsets: int
-    bytes: int  # that wide loads have read
+    bytes: int  # read by loads of 16 bytes
     scores: int  # read by top-K selection
 
 
@@ -805,8 +810,10 @@ def asked(call: Callable[[], object]) -> Asked:
 
 @emulated
 def test_launches_and_bytes_of_the_head() -> None:
-    """Each pair of a row and a kept token reads the hidden states and the weight's row in the forward. The backward
-    does so again, and then reads one of them for each gradient. Touched rows of the weight's gradient are read once.
+    """In the forward, each pair of a row and a kept token reads the row's hidden state and the token's weight row.
+
+    The backward reads both again, and then one of the two for each gradient. Rows of the weight's gradient that change
+    are read once.
     """
     case = HeadCase(64, 999, torch.bfloat16, lengths=[1, 5, 2, 190, 40, 1, 3])
     pairs, row = sum(length for length in (5, 2, 190, 40, 3)), 2 * 64
@@ -829,7 +836,7 @@ def test_launches_and_bytes_of_the_head() -> None:
 @pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="counted on the emulated device")
 @pytest.mark.parametrize(("n", "launches"), [(STEP, 1), (STEP + 1, 2), (20 * STEP + 17, 2)])
 def test_launches_and_bytes_of_compact(n: int, launches: int) -> None:
-    """Every byte is read once: no block reads more than its piece."""
+    """Every byte is read once, since no block reads more than its own piece."""
     mask = torch.rand(n) < 0.1
     found = asked(lambda: d3s.compact(mask, n // 8))
     assert found[:3] == (launches, 0, n // 16 * 16)
@@ -872,7 +879,7 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
 
 @pytest.mark.skipif("D3S_RATIOS_OF_CPU" not in os.environ, reason="needs the results of the CPU's kernels")
 def test_ratios_have_the_bits_of_the_cpu() -> None:
-    """Sums are of integers, and exp is made of additions and multiplications: the bits are the same on every device."""
+    """Sums are of integers, and exp uses only additions and multiplications, so all devices give the same bits."""
     for ours, theirs in zip(ratio_results(), torch.load(os.environ["D3S_RATIOS_OF_CPU"]), strict=True):
         assert_same_bits(ours, theirs)
 
@@ -880,7 +887,7 @@ def test_ratios_have_the_bits_of_the_cpu() -> None:
 @pytest.mark.parametrize("shift", [0, 1, 4])
 @pytest.mark.parametrize("length", [1, 6, 1023, 4100, 16_385])
 def test_ratios_of_rows_and_of_ragged_sequences_have_the_same_bits(length: int, shift: int) -> None:
-    """A block has a row unless it is long, and a warp 1,024 tokens of ragged sequences, in vectors where these are."""
+    """A block handles a row unless it is long. A warp handles 1,024 ragged tokens, in vectors if they are aligned."""
     rows = 3
     old, logprob = torch.rand(2, shift + rows * length)[:, shift:].unbind()
     groups = torch.randint(-1, 7, (shift + rows * length,), dtype=torch.int8)[shift:]
@@ -932,7 +939,7 @@ def test_offsets_without_a_segment(offsets: list[int]) -> None:
 
 @pytest.mark.parametrize("offsets", [[5, 20], [0, 7]])
 def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
-    for _ in range(3):  # on memory that was used before
+    for _ in range(3):  # so that results are in memory that was used before
         torch.ones(20)
     values, cuts = torch.randn(20), torch.tensor(offsets)
     inside = torch.zeros(20, dtype=torch.bool)
@@ -945,7 +952,7 @@ def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
 
 
 def test_a_bad_group_is_in_no_others_sums() -> None:
-    """A bad group index adds neither to the sums of the next sequence nor to memory behind those of the last one."""
+    """A bad group id changes neither the sums of the next sequence nor the memory after the last sequence's sums."""
     values = torch.rand(3, 4)
     groups = torch.tensor([[0, 15, 16, 127], [0, 0, 3, 3], [0, 16, 3, 64]], dtype=torch.int8)
     good = groups < 16

@@ -1,4 +1,5 @@
-// Tests of the shim: correct kernels give correct results, faulty ones are found; and the cost of a barrier.
+// Tests of the shim: correct kernels give correct results, and faulty kernels are found. Also measures the cost of a
+// barrier.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -33,8 +34,8 @@ void for_all_seeds(const Test& test) {
 
 // ---- what a block computes ---------------------------------------------------------------------------------------
 
-// Sums in shared memory. `kLeaveOut` is the number of the barrier, out of three, that is missing. The type is unsigned
-// because a wrong sum may wrap around.
+// Sums in shared memory. `kLeaveOut` is the number of the barrier that is missing, out of three. The type is unsigned,
+// since a wrong sum may wrap around.
 template <int kLeaveOut>
 __global__ void block_sums(const unsigned* __restrict__ values, unsigned* __restrict__ sums) {
   unsigned* shared = dynamic_shared<unsigned>();
@@ -51,7 +52,7 @@ __global__ void block_sums(const unsigned* __restrict__ values, unsigned* __rest
   }
 }
 
-// Counts the different results of block_sums over all seeds, and the seeds with a wrong result.
+// Counts the different results of block_sums over all seeds, and counts the seeds with a wrong result.
 template <int kLeaveOut>
 void sum_blocks(size_t& different, int& wrong) {
   constexpr int kBlocks = 3, kThreads = 128;
@@ -84,8 +85,8 @@ void a_missing_barrier_shows() {
   CHECK(different > kSeeds / 2 && wrong > kSeeds / 2, "%zu results, %d wrong", different, wrong);
 }
 
-// Each warp writes its sum to shared memory, every thread adds the sums, and the next round overwrites them. A missing
-// barrier shows only when one warp gets far ahead of the others, over many shuffles.
+// In each round, each warp writes its sum to shared memory, every thread adds up these sums, and the next round
+// overwrites them. A missing barrier shows only if one warp gets far ahead of the others, over many shuffles.
 template <bool kBarrier>
 __global__ void sum_of_warps(int* sums) {
   int* shared = dynamic_shared<int>();
