@@ -1,18 +1,18 @@
 """Measure everything, print one table, and keep the result.
 
-    python -m benchmarks                 all of it: the full sizes, some 24 minutes, files in benchmarks/results/
+    python -m benchmarks                 everything: the full sizes, some 24 minutes, files in benchmarks/results/
     python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
-    python -m benchmarks --only topk     some of it (pytest's -k); writes nothing
-    python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some three minutes
-    python -m benchmarks --rehearse      the same contests on the CPU, on small inputs: does each of them run?
-    python -m benchmarks --from FILE...  no measurement: the page of what these logs have
+    python -m benchmarks --only topk     some benchmarks (pytest's -k); writes nothing
+    python -m benchmarks --device cuda   everything on a GPU, with its own sizes and targets; some three minutes
+    python -m benchmarks --rehearse      checks that each of a GPU's contests runs, on the CPU and on small inputs
+    python -m benchmarks --from FILE...  measures nothing: makes the page from these logs
 
-Each contest is written to contests.jsonl as it ends: of a whole run on a CPU in .benchmarks/, on a GPU in the folder of
-the results. Whatever ends a run, `--from` makes the page of what is in there, and `--resume` runs what has not ended.
-On a GPU the contests that decide most come first, and `--headlines` runs these alone. `--seconds` starts none after so
-long.
+Each contest is written to contests.jsonl when it ends: for a whole run on a CPU in .benchmarks/, on a GPU in the folder
+of the results. However a run ends, `--from` makes the page from that file, and `--resume` runs the contests that have
+not ended. On a GPU the most important contests come first, and `--headlines` runs only these. `--seconds` starts no
+contest after so many seconds.
 
-A run on a CPU that was disturbed says so in its title (quiet.py). A missed target is no error; a failed benchmark is.
+If a run on a CPU was disturbed, its title says so (quiet.py). A missed target is no error; a failed benchmark is.
 """
 
 import argparse
@@ -51,10 +51,10 @@ from .targets import (
 from .timing import Contenders, Log
 
 HERE = Path(__file__).parent
-# torch then asks the system for pages of 2 MiB. In pages of 4 KiB fresh memory takes longer than what is done with it.
+# torch then asks the system for pages of 2 MiB. In pages of 4 KiB, getting fresh memory takes longer than using it.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION")  # of generated code
-MOST_PROCESSES = 6  # of a run on a GPU: a new one where CUDA no longer works in the last
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION")  # folders of generated code
+MOST_PROCESSES = 6  # of a run on a GPU; a new process starts when CUDA no longer works in the last one
 GRACE = 3.0  # seconds in which an interrupted process may end
 
 
@@ -70,11 +70,11 @@ def main() -> int:
             log, failed = timing.read(*options.logs), False
             use_threads(log)
         else:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process would ignore it
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             file = log_file(options, Path(folder))
             if not on_gpu:
-                if "threads_tried" not in timing.read(file).facts:  # a run that goes on keeps its choice
+                if "threads_tried" not in timing.read(file).facts:  # a resumed run keeps its choice
                     timing.append(file, {"facts": {"threads_tried": machine.try_threads().data()}})
                 use_threads(timing.read(file))
             log, failed = measure(options, file)
@@ -138,7 +138,7 @@ def arguments() -> argparse.Namespace:
 
 
 def log_file(options: argparse.Namespace, folder: Path) -> Path:
-    """Where contests are written as they end: of a whole run in a place that stays, so that a later call may go on."""
+    """The file to which contests are written when they end. After a whole run it is kept, so that a call can resume."""
     if options.device == "cpu" and (options.short or options.only):
         return folder / "contests.jsonl"
     file = (options.out if options.device == "cuda" else HERE.parent / ".benchmarks") / "contests.jsonl"
@@ -152,26 +152,26 @@ def log_file(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def use_threads(log: Log) -> None:
-    """All contenders run on as many threads: in this process, and in those that it starts."""
+    """Sets the number of threads for all contenders, in this process and in those that it starts."""
     if tried := log.facts.get("threads_tried"):
         torch.set_num_threads(tried["chosen"])
         os.environ["OMP_NUM_THREADS"] = str(tried["chosen"])
 
 
 def measure(options: argparse.Namespace, file: Path) -> tuple[Log, bool]:
-    """All contests, and whether any failed: on a CPU, some of them in a process of their own."""
+    """All contests, and whether any of them failed. On a CPU, some contests run in a process of their own."""
     ended = timing.read(file).ended
     done = [test for test, how in ended.items() if how != "failed"] if options.resume else []
     codes = {run_pytest(options, HERE, {}, file, done)}
     for where, environment in apart(options):
         codes |= {run_pytest(options, HERE / where, environment, file, done)}
-    none_chosen = int(pytest.ExitCode.NO_TESTS_COLLECTED)  # by --only, in one of them
+    none_chosen = int(pytest.ExitCode.NO_TESTS_COLLECTED)  # --only may leave one process without a test
     log = timing.read(file)
     return log, bool(codes - {0, none_chosen}) or not log.contests
 
 
 def apart(options: argparse.Namespace) -> list[tuple[str, dict[str, str]]]:
-    """The files with a process of their own, and its environment: with AVX2 alone, on a CPU with more; with Unsloth."""
+    """The files that run in processes of their own, and the environments: AVX2 alone, if the CPU has more; Unsloth."""
     if options.device != "cpu":
         return []
     files = []
@@ -187,8 +187,8 @@ def run_pytest(
 ) -> int:
     """Runs contests with pytest, whose output shows the progress, and returns its exit status.
 
-    Where CUDA no longer works, another process goes on behind the contest at which it failed; if it failed at a peer,
-    with this contest once more, and without this peer in all that follow.
+    If CUDA no longer works in a process, a new process continues after the contest in which CUDA failed. If CUDA failed
+    at a peer, the new process first repeats that contest, and leaves the peer out of all contests.
     """
     command = [sys.executable, "-m", "pytest", str(where), "--no-header", "--benchmark-quiet"]
     command += [f"--device={options.device}", f"--log={file}"]
@@ -200,7 +200,7 @@ def run_pytest(
     for _ in range(MOST_PROCESSES if options.device == "cuda" else 1):
         left = [f"--seconds={max(1, options.seconds - (monotonic() - start))}"] if options.seconds else []
         with tempfile.TemporaryDirectory() as folder:
-            # Code that torch.compile made for other instructions, and finds in its cache, would crash.
+            # torch.compile would find code for other instructions in a shared cache, and this code would crash.
             caches = dict.fromkeys(CACHES, f"{folder}/compiled") | LARGE_PAGES | environment
             child = subprocess.Popen(
                 command + left + [f"--done={test}" for test in done], cwd=HERE.parent, env=os.environ | caches
@@ -222,7 +222,7 @@ STOPPED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
 
 
 def ended(child: subprocess.Popen[bytes]) -> int:
-    """The exit status, also where this process is interrupted: the child then has a moment to end."""
+    """The exit status, even if this process is interrupted: the child then has GRACE seconds to end."""
     try:
         return child.wait()
     except KeyboardInterrupt:
@@ -236,7 +236,7 @@ def ended(child: subprocess.Popen[bytes]) -> int:
 
 
 def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
-    """Bytes by contest and contender: on a GPU from the contests above, on a CPU each in a separate process."""
+    """Bytes by contest and contender. On a GPU the contests have measured them; on a CPU each takes a process."""
     if options.device == "cuda":
         held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, 0.5B"}
         return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}
@@ -244,7 +244,7 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
 
 
 def quiet_of(log: Log) -> quiet.Judged | None:
-    """Whether the machine was quiet; None where no probe watched it."""
+    """Whether the machine was quiet; None if there were no probes."""
     if not any(log.probes):
         return None
     return quiet.judge(log.probes, quiet.earlier_level(HERE / "results", log.facts["machine"], log.facts["threads"]))

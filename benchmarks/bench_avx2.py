@@ -1,7 +1,7 @@
 """The forwards from logits, and the LM head in half precision, on a processor whose best instructions are AVX2.
 
 `python -m benchmarks` runs this file in a process of its own, in which the library, torch's own loops and torch.compile
-use no others, so that the yardstick is that of such a processor too.
+use no better instructions. So the yardsticks are those of such a processor too.
 """
 
 import os
@@ -32,7 +32,7 @@ def contest(contest: Contest) -> Contest:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_head_in_half_precision(contest: Contest, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Few rows and tokens, since torch takes minutes for the products of more. Ours are made in float32."""
+    """Small inputs, since torch takes minutes for larger products in half precision. Our products are in float32."""
     rows, tokens = 64, 16_384
     hidden, weight, next_tokens = inputs.lm_head(sizes, "narrow", torch.float32)
     hidden, weight, targets = hidden[:rows], weight[:tokens].contiguous(), next_tokens[:rows] % tokens

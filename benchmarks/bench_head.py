@@ -19,7 +19,7 @@ from .targets import BESIDE_UNSLOTH, HEAD_STEP, LIGER, LIGER_SHAPE, UNSLOTH
 
 WIDTHS = ["narrow", "wide"]
 # Dtypes of inputs and logits: all bfloat16, like a bfloat16 model; with float32 logits (the default); all float32.
-LIGERS = 4_096, 131_072  # features and tokens of the times that Liger publishes, of 4,096 rows
+LIGERS = 4_096, 131_072  # Liger publishes times for these features and tokens, with 4,096 rows
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
@@ -42,7 +42,7 @@ def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> 
         lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype),
         peers={
             "PyTorch": (lambda: peers.plain(linear(hidden, weight), labels)) if fast(width) else None,
-            # Not among the headlines: its first call imports for seconds.
+            # TRL's head is not among the headlines, because its first call imports for seconds.
             "TRL's chunked head": chunked and (lambda: peers.trl_head(hidden, weight, labels)),
             LIGER: liger_for(width, precision) and (lambda: peers.liger_head(hidden, weight, labels)),
         },
@@ -113,7 +113,7 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="Liger's head runs on a GPU")
 def test_liger(contest: Contest, sizes: Sizes) -> None:
-    """At the shape of which Liger publishes times of an H100; its head itself runs too, where it can."""
+    """At the shape for which Liger publishes times on an H100. Liger's head runs too, if this machine has it."""
     features, vocabulary = LIGERS
     like = replace(sizes, wide=features, vocabulary=vocabulary) if sizes.wide == 3_584 else sizes
     hidden, weight, labels = inputs.lm_head(like, "wide", torch.bfloat16)
@@ -199,7 +199,7 @@ def test_workspace_of_a_step(contest: Contest, sizes: Sizes) -> None:
 
 
 def test_accumulated_gradients(contest: Contest, sizes: Sizes) -> None:
-    """10 % of the tokens, and a weight whose gradient is added to that of other micro-batches."""
+    """10 % of the tokens have a gradient, and the weight's gradient is added to that of other micro-batches."""
     hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
     every = inputs.advantages(len(labels))
     few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
@@ -256,25 +256,25 @@ def of_peer(head: Callable, labels: torch.Tensor) -> Callable[..., torch.Tensor]
 
 
 def every_row(labels: torch.Tensor, logits_dtype: torch.dtype, **options: int) -> Callable[..., torch.Tensor]:
-    """Ours, where every row has a gradient."""
+    """Our log-probabilities, where every row has a gradient."""
     options |= {"logits_dtype": logits_dtype, "max_grad_rows": len(labels)}
     return lambda hidden, weight: d3s.linear_logprob_entropy(hidden, weight, labels, **options)[0]
 
 
 def liger_for(width: str, precision: str) -> bool:
-    """Whether Liger's head is held against ours: where the products are large, and the logits bfloat16."""
+    """Whether Liger's head is compared with ours: only if the products are large, and the logits are bfloat16."""
     return width == "wide" and precision == "bf16" and peers.liger() is not None
 
 
 def four_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The products of a step that keeps no logits: they are made twice, and then two gradients."""
+    """The matrix products of a step that does not store the logits: the logits twice, and then the two gradients."""
     for _ in range(2):
         torch.mm(hidden, weight.t(), out=logits)
     return logits @ weight, logits.t() @ hidden
 
 
 def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
-    """Tiles of the whole vocabulary and as many rows as then fit, as before tiles preferred rows."""
+    """Runs the work with the earlier tiles: the whole vocabulary, and as many rows as then fit."""
 
     def cut(cls: type[Tiles], hidden: torch.Tensor, head: Head, workspace_bytes: int | None) -> Tiles:
         vocabulary = len(head.weight)

@@ -29,7 +29,7 @@ def labels(sizes: Sizes) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable | None:
-    """On a GPU `test_compiled` has it: compiling takes many seconds."""
+    """The compiled peer; None on a GPU, where `test_compiled` has it, since compiling takes many seconds."""
     return None if peers.ON_GPU else peers.compiled(peers.shifted)
 
 
@@ -57,8 +57,8 @@ def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
 
 
 def as_many_operations(elements: int) -> Work:
-    """A float32 product that multiplies and adds vectors as often as our forward works on them, and is known to keep a
-    CPU's units busy.
+    """A float32 matrix product with as many vector operations as our forward. Such a product is known to keep a CPU's
+    units busy.
     """
     width, columns = 1_536, 1_024
     rows = max(1, round(OPERATIONS * elements / (width * columns)))
@@ -103,7 +103,7 @@ def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="on a CPU they are among the peers above")
 def test_compiled(contest: Contest, logits, labels, size) -> None:
-    """The peers that are slow to import or to compile. quack's does less, and is no peer."""
+    """The peers that are slow to import or to compile. quack's function does less, so it is no peer."""
     gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
     old, compiled = peers.trl_peers.torch_on_gpu(), peers.compiled(peers.shifted)
     rivals = {"TRL without Triton": old, "torch.compile": compiled}

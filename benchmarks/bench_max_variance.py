@@ -46,7 +46,7 @@ def test_select_rollouts(contest: Contest, sizes: Sizes) -> None:
 
 
 def same_variance(values: torch.Tensor, keep: int):
-    """Subsets agree if their variances do: they may tie, and float32 sums may miss the best one slightly."""
+    """Subsets agree if their variances agree: subsets may tie, and float32 sums may miss the best subset slightly."""
 
     def variance(mask: torch.Tensor) -> torch.Tensor:
         return values[mask.reshape(values.shape)].view(len(values), keep).double().var(dim=-1)

@@ -17,9 +17,9 @@ from .harness import Contest, close, describe, same_kept
 from .sizes import Sizes
 
 VOCABULARY = 151_936
-# Bytes that an element reads and writes: two log-probabilities, a ratio, and a mask or group.
+# Bytes read and written per element: two log-probabilities, a ratio, and a mask or group.
 FORWARD_BYTES = {"token": 12, "sequence": 13, "entropy_group": 13}
-# The same; then the ratio, the incoming gradient, the outgoing one, and a mask or group.
+# The bytes of the forward, and also the ratio, the incoming and the outgoing gradient, and a mask or group.
 GRADIENT_BYTES = {"token": 24, "sequence": 26, "entropy_group": 26}
 QUANTILE, GROUPS = 0.8, 2
 ONE_EACH = "TRL's formula, one for each sequence"
@@ -105,7 +105,7 @@ def test_forward_and_backward(contest: Contest, tokens: Tokens, level: str) -> N
 
 
 def copy_of(moved: int) -> Callable[..., Tensor]:
-    """A copy that moves as many bytes, into memory from the same allocator."""
+    """A copy that moves this number of bytes, into memory from the same allocator."""
     source = inputs.entropies(1, moved // 8)
     return lambda *_: torch.empty_like(source).copy_(source)
 

@@ -1,4 +1,4 @@
-"""logprob_entropy of the tokens that were kept when a token was sampled, with spans as engines return them."""
+"""logprob_entropy over the tokens that were kept when a token was sampled, with spans as engines return them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""linear_logprob_entropy of the tokens that were kept when a token was sampled, with spans as engines return them."""
+"""linear_logprob_entropy over the tokens that were kept when a token was sampled, with spans as engines return them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +15,14 @@ from .clock import Once, Work
 from .harness import Contest, close, describe
 from .sizes import SHORT, Sizes
 
-ENGINES_MEAN = 8  # kept tokens per row; with the other means, where computing all columns becomes faster
+ENGINES_MEAN = 8  # kept tokens per row; the other means show where computing all columns becomes faster
 MEANS = [1, ENGINES_MEAN, 64, 512, 4_096]
 
 
 class Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
-    weight_grad: Tensor  # of other micro-batches, which steps may add theirs to
+    weight_grad: Tensor  # of other micro-batches; steps may add their own gradient to it
 
 
 Loss = Callable[[Tensor, Tensor, inputs.Kept], tuple[Tensor, Tensor]]
@@ -30,7 +30,7 @@ Loss = Callable[[Tensor, Tensor, inputs.Kept], tuple[Tensor, Tensor]]
 
 @pytest.fixture
 def contest(contest: Contest, sizes: Sizes) -> Contest:
-    """With fewer rounds: the contenders are far apart."""
+    """Fewer rounds than usual, since the contenders are far apart."""
     contest.sizes = replace(sizes, seconds=sizes.seconds / 4)
     return contest
 
@@ -71,7 +71,7 @@ def step(loss: Loss, head: Head, kept: inputs.Kept, **options: object) -> Work:
 
 
 def rivals(sizes: Sizes, bind: Callable[[Loss], Work]) -> dict[str, Work | None]:
-    """Peers; on a CPU, all logits take as long as all tokens do, so they are left out at full size."""
+    """The peers. On a CPU, the peer with all logits is as slow as `every_token`, so it is left out at full size."""
     affordable = peers.ON_GPU or sizes == SHORT
     return {
         "all logits, then gather": bind(peers.all_logits) if affordable else None,
@@ -105,7 +105,7 @@ def test_forward_and_backward(contest: Contest, sizes: Sizes, head: Head, kept: 
         size_of(head, kept),
         step(ours, head, kept),
         peers=rivals(sizes, lambda loss: step(loss, head, kept)),
-        # All tokens without this dense gradient, which would add a few percent.
+        # The step over all tokens does not allocate this dense gradient, which would add a few percent.
         yardsticks={"all tokens": every_token, "zeros_like": lambda: torch.zeros_like(head.weight)},
         agree=close_where_kept(kept, 0.02),
     )

@@ -15,8 +15,9 @@ from .harness import Contest, describe, same_kept
 from .sizes import Sizes
 from .targets import FLASHINFER, RAGGED
 
-# FlashInfer measures a prefill of four requests: 128 rows of each, of which every row has one score more than the one
-# before. With these lengths of the last rows, all rows have the least, mean and longest length that it tells.
+# FlashInfer measures a prefill of four requests with 128 rows each, and every row has one score more than the row
+# before. With these lengths of the last rows, the least, mean and longest length of all rows are those that FlashInfer
+# states.
 LAST_ROWS = 502, 6_389, 9_389, 12_411
 
 
@@ -62,7 +63,7 @@ def test_ragged(contest: Contest, sizes: Sizes) -> None:
         lambda scores, _: d3s.topk_mask(scores, k=k, offsets=offsets, max_segment=longest),
         inputs=(scores, padded),
         peers={
-            FLASHINFER: flashinfer(1),  # of equal scores the lower index, as ours
+            FLASHINFER: flashinfer(1),  # the lower index wins a tie, as in ours
             "topk + scatter": lambda _, padded: peers.topk_of_each(padded, k),
         },
         yardsticks={f"{FLASHINFER}, any of equal scores": flashinfer(0)},
@@ -76,14 +77,14 @@ def prefill(rows_of_each: int, longest: int) -> Tensor:
 
 
 def same_kept_of_rows(present: Tensor, share: float) -> Callable[[str, Any, Any], None]:
-    """Ours is a flat mask; a peer's are masks of padded rows, or flat indices with -1 where a row has too few."""
+    """Ours is a flat mask. A peer returns a mask of padded rows, or flat indices, with -1 if a row has too few."""
 
     def agree(name: str, ours: Tensor, theirs: Tensor) -> None:
         if theirs.dtype == torch.bool:
             mask = theirs[present]
         else:
             mask = torch.zeros(len(ours) + 1, dtype=torch.bool, device=ours.device)
-            mask[theirs.flatten().long()] = True  # -1 is the one behind the last
+            mask[theirs.flatten().long()] = True  # -1 is the extra last element
             mask = mask[:-1]
         same_kept(share)(name, ours, mask)
 

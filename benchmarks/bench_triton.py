@@ -1,4 +1,4 @@
-"""The Triton kernels, which serve GPUs without the CUDA library, against that library, where both run.
+"""The Triton kernels, which serve GPUs without the CUDA library, compared with that library where both run.
 
 They are called directly, without dispatcher and checks, because the back-end cannot be switched between turns.
 """
@@ -39,7 +39,7 @@ def test_forward(contest: Contest, sizes: Sizes) -> None:
 
 
 def test_few_rows(contest: Contest, sizes: Sizes) -> None:
-    """Fewer slices of rows than programs that the GPU can run at once."""
+    """Fewer slices of rows than programs that the GPU can run at the same time."""
     logits, labels = (tensor.flatten(0, 1)[:FEW_ROWS].clone() for tensor in inputs.logits_and_labels(sizes))
     contest(
         in_triton("logprob_entropy forward, few rows"),

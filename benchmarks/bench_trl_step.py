@@ -12,14 +12,14 @@ SHAPES = ["0.5B", "7B, 2 of its layers"] if inputs.contests_of == "cuda" else ["
 
 @pytest.fixture(autouse=True)
 def trls_trainer() -> None:
-    pytest.importorskip("datasets")  # a stand-in suffices for TRL's functions, not for its trainer
+    pytest.importorskip("datasets")  # a stand-in suffices for TRL's functions, but not for its trainer
     if trl_peers.imported("trl.trainer.grpo_trainer") is None:
         pytest.skip("TRL's trainer cannot be imported here")
 
 
 @pytest.fixture
 def model(shape: str) -> str:
-    """A rehearsal has a GPU's contests, but the CPU's model."""
+    """The shape of the model. A rehearsal runs a GPU's contests, but with the CPU's model."""
     return "small" if inputs.device.type == "cpu" else shape
 
 

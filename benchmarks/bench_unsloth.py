@@ -1,7 +1,7 @@
 """The LM head beside Unsloth's, in a process of its own, since importing Unsloth changes what others import.
 
-Unsloth's users run it on a GPU, with Triton. On a CPU its package is imported in the way that it has for downloads, and
-its head then runs the torch code that it has for devices without Triton.
+Unsloth's users run it on a GPU, with Triton. On a CPU, the package is imported in the mode that it has for downloads
+without a GPU. The head then runs Unsloth's torch code for devices without Triton.
 """
 
 import os
@@ -18,5 +18,5 @@ if not os.environ.items() >= UNSLOTH_ENVIRONMENT.items():
 
 
 def test_head(contest: Contest, sizes: Sizes) -> None:
-    contest.strict = False  # the rest of a run does not depend on a package that was made for GPUs
+    contest.strict = False  # a run must not fail because of a package that was made for GPUs
     beside_unsloth(contest, sizes)

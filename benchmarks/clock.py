@@ -11,14 +11,14 @@ from torch import Tensor
 
 Work = Callable[[], Any]
 
-ONE_CALL = "one call"  # how a contender was timed whose time counts in every round
-NOT_RECORDED = "events, since it waits"  # and one that would be replayed as a graph if it did not wait for the GPU
-SECONDS_PER_TURN = 0.01  # a contender faster than this is called several times a turn: short, to be undisturbed
+ONE_CALL = "one call"  # timed once; this time counts in every round
+NOT_RECORDED = "events, since it waits"  # not replayed as a graph, because it waits for the GPU
+SECONDS_PER_TURN = 0.01  # faster contenders are called several times a turn; short turns are seldom disturbed
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Work whose input is made anew, untimed, before every call: a backward pass consumes its graph."""
+    """Work whose input is prepared before every call, untimed: a backward pass consumes its graph."""
 
     prepare: Callable[[], Any]
     work: Callable[[Any], Any]
@@ -29,9 +29,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Once:
-    """Work that takes a CPU too long to be repeated. There it is timed once in a run, without a warm-up, and this time
-    counts in every round of all its contests: enough where ours takes a small part of it. `judging.py` allows for an
-    error of it. A GPU repeats it.
+    """Work that takes too long on a CPU to be repeated. There it is timed once in a run, without a warm-up, and this
+    time counts in every round of all its contests. That suffices if our own time is a small part of it. `judging.py`
+    allows for an error of this single time. A GPU repeats the work.
     """
 
     work: Work

@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     rehearse = config.getoption("--rehearse")
     inputs.contests_of = "cuda" if rehearse else config.getoption("--device")
     inputs.device = torch.device("cpu" if rehearse else inputs.contests_of)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it by default
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -93,7 +93,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             if isinstance(problem := call.excinfo.value, Poisoned):
                 log(item.config, {"poisoned": [problem.contest, problem.contender]})
             print(report.longreprtext, flush=True)
-            os._exit(POISONED)  # all that came after it would fail too
+            os._exit(POISONED)  # all later tests would fail too
     return report
 
 
@@ -112,7 +112,7 @@ def both_clocks() -> tuple[Clock, Clock]:
 
 @pytest.fixture(scope="session")
 def look(request: pytest.FixtureRequest) -> Callable[[], None] | None:
-    """Logs how fast the machine is; not in a short run, which judges nothing, and a GPU has no such probe."""
+    """A function that logs how fast the machine is. None in a short run, which judges nothing, and on a GPU."""
     if inputs.device.type != "cpu" or request.config.getoption("--short"):
         return None
     probe = Probe()
@@ -126,8 +126,8 @@ def commit() -> str | None:
 
 
 def as_benchmarks(benchmark: Any, group: str, contenders: Contenders) -> None:
-    """Gives pytest-benchmark each contender as a benchmark, and the contest as their group: for its table and files."""
-    benchmark._mode = "contest"  # else pytest-benchmark warns of a fixture that was not used
+    """Gives pytest-benchmark each contender as a benchmark, and the contest as their group, for its table and files."""
+    benchmark._mode = "contest"  # otherwise pytest-benchmark warns of an unused fixture
     for name, timing in contenders.items():
         row = copy.copy(benchmark)
         row.group, row.name, row.fullname, row.extra_info = group, name, f"{group}::{name}", {"size": timing.size}

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from .clock import NOT_RECORDED, CpuClock, Prepared, Ready, Work
 
-TURN = 0.005  # seconds; a turn has several calls if one takes less
-# Shorter calls are timed without the gaps between their launches; up to so many seconds also those for which the GPU
-# waits for Python. Not all: a copy within the GPU takes a quarter longer in a graph (an H100: 2.04 ms, not 1.65).
+TURN = 0.005  # seconds; a turn has several calls if one call takes less
+# In seconds. Calls below the first limit are timed without the gaps between their launches, as graphs. So are calls
+# below the second limit, if the GPU waits for Python. Other calls are not, since a copy within the GPU takes a quarter
+# longer in a graph (on an H100: 2.04 ms, not 1.65).
 REPLAY_BELOW, HOST_BOUND_BELOW = 1e-3, 5e-3
-PAUSE = 2_000_000  # cycles, about a millisecond; the time that Python gets to queue calls
+PAUSE = 2_000_000  # cycles, about a millisecond, in which Python queues calls
 MOST_COPIES = 512
 MOST_CALLS_IN_GRAPH = 512
 MOST_CALLS_QUEUED = 200  # fewer launches than the driver's queue holds; a full queue makes the caller wait
@@ -77,8 +78,8 @@ def cuda_works() -> bool:
 
 
 def end_recording(pool: Any) -> None:
-    """What torch leaves undone where a recording fails. Its allocator else takes the recording to be under way for
-    ever, and so does the default generator, which then refuses to draw.
+    """Does what torch leaves undone when a recording fails. Otherwise torch's allocator and its default generator would
+    behave as if the recording never ended, and the generator would refuse to draw.
     """
     with contextlib.suppress(Exception):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
@@ -114,7 +115,7 @@ class CudaClock:
         return Ready(work, calls, NOT_RECORDED if gaps else "events")
 
     def recorded(self, work: Work, calls: int) -> Replay | None:
-        """None where the recording fails, of what waits in a way that torch does not see. Events then time it."""
+        """The recording; None if it fails, since the work waits unseen by torch. Events then time the work."""
         try:
             return Replay(work, max(copies(work), min(calls, MOST_CALLS_IN_GRAPH)))
         except RuntimeError as problem:
@@ -180,7 +181,7 @@ def elapsed(call: Work, times: int) -> float:
 
 
 def host_seconds(work: Work) -> float:
-    """Until a call returns."""
+    """The seconds until a call returns."""
     torch.cuda.synchronize()
     start = perf_counter()
     work()

@@ -1,5 +1,5 @@
-"""The cost of keeping the same number of rollouts on every rank: lost variance if the choice is restricted to it, or
-moved rows if it is not.
+"""The cost of keeping the same number of rollouts on every rank: lost variance if the choice is restricted to equal
+numbers, moved rows if it is not.
 
     python -m benchmarks.equal_rows      a table in Markdown, means over 200 batches; half a minute
 
@@ -41,7 +41,9 @@ def normal(ranks: int, generator: torch.Generator) -> Tensor:
 
 
 def one_batch(advantages: Tensor) -> tuple[float, float, float, float]:
-    """The variance lost in the two ways, the fullest rank's rows over the mean, and the share of kept rows moved."""
+    """The share of variance lost with equal rows per rank, by the best such choice and by each rank choosing alone.
+    Without this restriction: the rows of the fullest rank over the mean, and the share of kept rows that move.
+    """
     ranks, each = len(advantages), KEEP * PROMPTS
     best = max_variance_select(advantages.view(-1), each * ranks).view_as(advantages)
     even = most_varied(advantages, torch.tensor(each * ranks))

@@ -24,16 +24,16 @@ Agree = Callable[[str, Any, Any], None]
 Record = Callable[[str, Contenders, dict[str, str]], None]
 
 FEWEST_ROUNDS = 3
-LONGEST = 100.0  # seconds, after which a contest needs no more rounds than these
+LONGEST = 100.0  # seconds after which a contest needs no further rounds
 POISONED = 70  # the exit status of a process in which CUDA no longer works
 
 
 class OutOfTime(Exception):
-    """The test has had its seconds."""
+    """The test has used up its seconds."""
 
 
 class Poisoned(Exception):
-    """CUDA no longer works in this process; `contender` was at work."""
+    """CUDA no longer works in this process; it failed while `contender` ran."""
 
     def __init__(self, contest: str, contender: str) -> None:
         super().__init__(f"{contest}: CUDA fails since {contender}")
@@ -41,7 +41,7 @@ class Poisoned(Exception):
 
 
 def alarm(seconds: float | None) -> None:
-    """Raises `OutOfTime` in the main thread after so long; None takes that back."""
+    """Raises `OutOfTime` in the main thread after so many seconds; None cancels that."""
 
     def ring(*_: object) -> None:
         raise OutOfTime("it took too long")
@@ -64,9 +64,9 @@ class Contest:
         excluded: Container[str] = (),
         strict: bool = True,
     ) -> None:
-        """`look` is called before, between and after rounds. `judged` are the contests that have a bound: only these
-        need as many rounds as a range takes. `excluded` are contenders that made CUDA fail before. Where `strict`, a
-        peer that fails fails the test, after the record.
+        """`look` is called before, between and after rounds. `judged` names the contests that have a bound: only these
+        need as many rounds as a range requires. `excluded` names contenders that made CUDA fail before. If `strict`,
+        the test fails if a peer fails, but only after the results are recorded.
         """
         self.record = record
         self.sizes = sizes
@@ -76,8 +76,8 @@ class Contest:
         self.judged = judged
         self.excluded = excluded
         self.strict = strict
-        self.seconds: float | None = None  # if a contest has a limit; a peer that took all of it leaves half as much
-        self.name_ends = ""  # a file may add what its contests have in common
+        self.seconds: float | None = None  # a contest's limit, if any; when a peer has used it up, the rest gets half
+        self.name_ends = ""  # a file may set a common end of its contests' names
 
     def limit(self, seconds: float | None) -> None:
         if self.seconds:
@@ -95,15 +95,16 @@ class Contest:
         agree: Agree | None = None,
         of_caller: bool = False,
     ) -> None:
-        """Times `ours` against `peers`, whose equal results `agree` checks, and `yardsticks`, which do other work.
+        """Times `ours`, `peers` and `yardsticks`. `agree` compares the peers' results with ours; yardsticks do other
+        work.
 
-        A peer that is None is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
+        A peer is None if it is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
         copy them. `of_caller` measures the time until a call returns.
         """
         group += self.name_ends
         clock = self.caller_clock if of_caller else self.clock
         self.limit(self.seconds)
-        given = {OURS: ours} | (yardsticks or {}) | (peers or {})  # peers last: one that takes too long is left out
+        given = {OURS: ours} | (yardsticks or {}) | (peers or {})  # peers last: a peer that takes too long is left out
         roles = dict.fromkeys(given, "yardstick") | dict.fromkeys(peers or {}, "peer") | {OURS: "ours"}
         works: dict[str, Work] = {}
         ready: dict[str, Ready] = {}
@@ -114,7 +115,7 @@ class Contest:
         def attempt(do: Callable[[str], None], name: str) -> None:
             try:
                 do(name)
-                if not clock.works():  # else the next contender would be blamed
+                if not clock.works():  # otherwise the next contender would be blamed
                     raise Poisoned(group, name)
             except Exception as problem:
                 if not clock.works():
@@ -150,7 +151,7 @@ class Contest:
             attempt(warm_up, name)
         rounds = self.sizes.rounds if group in self.judged else FEWEST_ROUNDS
         turns = take_turns(ready, clock, self.sizes.seconds, rounds, self.sizes.most_rounds, self.look)
-        self.limit(None)  # what has been measured is recorded
+        self.limit(None)  # nothing may interrupt the recording of the results
         order = {name: ready[name] for name in (OURS, *(peers or {}), *(yardsticks or {})) if name in ready}
         self.record(
             group,
@@ -179,8 +180,8 @@ def take_turns(
     most_rounds: int,
     look: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
-    """The seconds per call of each contender in each round: `fewest_rounds`, if they are not too long, and then as many
-    as there are seconds for.
+    """The seconds per call of each contender in each round: `fewest_rounds` rounds, unless they take too long, and then
+    more rounds until the seconds are over.
     """
     turns: dict[str, list[float]] = {name: [] for name in ready}
     look = look or (lambda: None)

@@ -19,10 +19,10 @@ def generator() -> torch.Generator:
 
 @lru_cache(maxsize=1)
 def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    """[sequences, tokens, vocabulary] and the sampled tokens.
+    """Logits [sequences, tokens, vocabulary], and the sampled tokens as labels.
 
-    Normal logits; in every fourth row the sampled token's logit is far above the others. They are filled in place, so
-    that the peak of memory is the size of the result.
+    The logits are normally distributed; in every fourth row the sampled token's logit is far above the others. The
+    logits are filled in place, so that the peak of memory is the size of the result.
     """
     random = generator()
     shape = sizes.sequences, sizes.tokens
@@ -56,8 +56,8 @@ def kept_tokens(sizes: Sizes) -> Kept:
 
 
 def draw_kept(vocabulary: int, *shape: int, mean: float = 8) -> Kept:
-    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, mean 8, 99 % up to 82. For
-    another mean, all sizes are scaled.
+    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, the mean is 8, and 99 % have up
+    to 82. For another mean, all sizes are scaled.
     """
     draws = torch.Generator().manual_seed(20_250_922)
     lengths = torch.randn(shape, generator=draws).mul(1.19).add(1.9).exp().long().clamp(2, 512).flatten()
@@ -73,7 +73,7 @@ def draw_kept(vocabulary: int, *shape: int, mean: float = 8) -> Kept:
 
 
 def lm_head(sizes: Sizes, width: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, the LM head's weight, and labels; the logits are about normal with sigma 3."""
+    """Hidden states, the LM head's weight, and labels; the logits are roughly normal, with standard deviation 3."""
     features, random = getattr(sizes, width), generator()
     like = {"dtype": dtype, "device": device}
     hidden = torch.empty(sizes.head_tokens, features, **like).normal_(generator=random)

@@ -1,8 +1,8 @@
-"""Kinds of targets, and by what each is judged: one rule for each device.
+"""Kinds of targets, and how they are judged: by one rule for each device.
 
-A CPU is shared, and others disturb most rounds. The fastest of many rounds is what a work takes when nobody interferes,
-so the ratio of the fastest rounds decides. A GPU is not shared: there the median of the rounds' ratios decides. Both
-have a range. A target is met, or missed, if it is so at both ends of the range; else it is undecided.
+A CPU is shared, and other programs disturb most rounds. The fastest of many rounds shows the time of undisturbed work,
+so the ratio of the fastest rounds decides. A GPU is not shared, so the median of the rounds' ratios decides. Both have
+a range. A target is met if both ends of the range meet it, missed if neither end does, and otherwise undecided.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .quiet import OFF
 from .timing import Contenders, Timing
 
 CONFIDENCE = 0.95
-PARTS, OF_A_PART = 3, 3  # the rounds are dealt into so many parts, each of at least so many
+PARTS, OF_A_PART = 3, 3  # the number of parts of the rounds, and the fewest rounds of a part
 Interval = tuple[float, float]
 MET, MISSED, UNDECIDED, REPORTED = "met", "missed", "undecided", "reported"
 
@@ -25,7 +25,7 @@ MET, MISSED, UNDECIDED, REPORTED = "met", "missed", "undecided", "reported"
 class Ratio(NamedTuple):
     value: float
     interval: Interval | None
-    median: float  # of the rounds' ratios, whatever decides
+    median: float  # of the rounds' ratios, under either rule
 
     def times(self, factor: float) -> "Ratio":
         ends = self.interval and (factor * self.interval[0], factor * self.interval[1])
@@ -48,8 +48,8 @@ class Rule:
         return Ratio(value, self.ends(above, below), usual)
 
     def of_contenders(self, contenders: Contenders, above: str, below: str) -> Ratio:
-        """Where a contender was timed once, the rounds say nothing of this time. It is taken to be off by as much as
-        the machine may be, and the range is so much wider.
+        """The ratio of two contenders. If a contender was timed only once, its rounds do not show how far this time is
+        off. It is assumed to be off by as much as the machine's speed may be, and the range becomes wider by that much.
         """
         found = self.ratio(contenders[above].seconds, contenders[below].seconds)
         if found.interval and ONE_CALL in (contenders[above].timed_by, contenders[below].timed_by):
@@ -59,10 +59,10 @@ class Rule:
 
 
 def range_of_parts(above: list[float], below: list[float]) -> Interval | None:
-    """The range of the parts' own ratios of fastest rounds; None of fewer rounds than all parts need.
+    """The range of the parts' ratios, each of a part's own fastest rounds; None if there are too few rounds.
 
-    The rounds are dealt in turn, so that each part has some from the whole contest, of both orders. The ratio of all
-    rounds always lies in this range.
+    The rounds are dealt to the parts in turn, so that each part has rounds from the whole contest and in both orders.
+    The ratio of all rounds always lies in this range.
     """
     if len(above) < PARTS * OF_A_PART:
         return None
@@ -75,10 +75,11 @@ def interval_of_ratios(above: list[float], below: list[float]) -> Interval | Non
 
 
 def interval(values: list[float]) -> Interval | None:
-    """Two of the values, with the median between them in at least 95 % of cases, for any distribution.
+    """Two of the values. The true median is between them in at least 95 % of cases, for any distribution.
 
     The median is below the r-th smallest value only if fewer than r values are below the median, each with probability
-    1/2. The same holds above. Of fewer than six values not even the outermost suffice: then there is no interval.
+    1/2. The same holds above. With fewer than six values not even the smallest and the largest suffice: then there is
+    no interval.
     """
     ordered, count = sorted(values), len(values)
     outside, rank = 0.0, 0
@@ -116,7 +117,7 @@ class Verdict:
 
 
 def verdict(found: Ratio, by: str, against: str, holds: Callable[[float], bool] | None) -> Verdict:
-    """`holds` says whether a value meets the bound; None without a bound."""
+    """`holds` tells whether a value meets the bound; it is None if there is no bound."""
     if holds is None:
         return Verdict(*found, by, against, REPORTED)
     held = {holds(end) for end in found.interval} if found.interval else {True, False}

@@ -39,9 +39,9 @@ def describe(device: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Threads:
-    """On how many threads all contenders run: on one, or on as many as torch takes by itself, whichever is faster.
+    """The number of threads on which all contenders run: one, or torch's default, whichever is faster.
 
-    A host may take a virtual core away for a moment, and the threads on all others then wait at the next barrier.
+    A host may take a virtual core away for a moment. The threads on all other cores then wait at the next barrier.
     """
 
     seconds: dict[int, float]  # of a short product, by the number of threads
@@ -64,7 +64,7 @@ def threads(count: int) -> str:
 
 
 def try_threads() -> Threads:
-    """Medians, since what counts is how often a core is missing. The numbers of threads take turns."""
+    """Compares medians, since what counts is how often a core is missing. The two numbers of threads take turns."""
     most = torch.get_num_threads()
     matrix = torch.rand(1_024, 1_024)
     times: dict[int, list[float]] = {count: [] for count in (1, most)}
@@ -121,7 +121,9 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """What D3S_COMMIT says; else git's commit, with `+` if tracked files have changed since. None without either."""
+    """D3S_COMMIT if it is set; else git's commit, with `+` if tracked files have changed since. None if both are
+    missing.
+    """
     if told := os.environ.get("D3S_COMMIT"):
         return told
 

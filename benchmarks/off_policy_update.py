@@ -1,10 +1,11 @@
-"""TRL's update with tokens that its correction of vLLM's probabilities multiplies by 0: ours beside TRL's, in turns.
+"""Our update and TRL's, in turns, where TRL's correction of vLLM's probabilities multiplies some tokens by 0.
 
     python -m benchmarks.off_policy_update
     python -m benchmarks.off_policy_update --device cuda --shape 0.5B --rollouts 32 --completion 1024
 
-Both trainers keep all rollouts and tokens, and have one model and one batch, in which vLLM's ratio is 0 for a share of
-the tokens, or of the sequences. TRL computes them and multiplies their loss by 0; ours leaves them out.
+Both trainers keep all rollouts and tokens, and share one model and one batch. In this batch, vLLM's ratio is 0 for a
+share of the tokens, or of the sequences. TRL computes these tokens and multiplies their loss by 0; ours leaves them
+out.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from .trl_step import GRPO, OURS_PASS, SHAPES, generation_batch, trainer_of
 
 
 def updates(sizes: Sizes, model: str, dropped: float, of_sequences: bool) -> dict[str, Callable[[], Tensor]]:
-    """The updates, which return the gradient of the LM head, and ours with its choice of tokens before."""
+    """Both updates; ours includes the choice of tokens before it. Each returns the gradient of the LM head."""
     batch: dict[str, Any] = generation_batch(sizes)
     generator = torch.Generator().manual_seed(2)
     shape = (sizes.rollouts, 1) if of_sequences else batch["completion_ids"].shape
     order = torch.rand(shape, generator=generator).flatten().argsort()
     batch["importance_sampling_ratio"] = (order >= round(dropped * len(order))).float().view(shape).to(inputs.device)
-    # near those of random weights
+    # close to the log-probabilities of a model with random weights
     batch["old_per_token_logps"] = torch.full(batch["completion_ids"].shape, -12.0, device=inputs.device)
-    batch["d3s_entropy"] = torch.ones_like(batch["old_per_token_logps"])  # of the same pass
+    batch["d3s_entropy"] = torch.ones_like(batch["old_per_token_logps"])  # as from the same pass
     found = {}
     for name in (GRPO, OURS_PASS):
         trainer = trainer_of(name, sizes, model, token_ratio_start=1.0, token_ratio_end=1.0)

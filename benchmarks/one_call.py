@@ -44,7 +44,7 @@ def head_both_ways(sizes: Sizes) -> Callable[[], Any]:
 
 
 def sparse_head(sizes: Sizes, into: bool = True) -> Callable[[], Any]:
-    """With a sampling mask, both ways; the weight's gradient is added to one (`into`), or is one of its own."""
+    """Forward and backward with a sampling mask. The weight's gradient is added to a tensor (`into`), or is new."""
     hidden, weight, _ = inputs.lm_head(sizes, "wide", torch.bfloat16)
     kept = inputs.draw_kept(sizes.vocabulary, sizes.head_tokens)
     gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))
@@ -92,7 +92,7 @@ def _ratio(sizes: Sizes, **of: Any) -> Callable[[], Any]:
 
 
 def importance_ratio(sizes: Sizes) -> Callable[[], Any]:
-    """Of sequences."""
+    """The ratios of sequences."""
     return _ratio(sizes, mask=inputs.right_padded(*sizes.batch), level="sequence")
 
 
@@ -102,7 +102,7 @@ def importance_ratio_groups(sizes: Sizes) -> Callable[[], Any]:
 
 
 def trl_update(sizes: Sizes) -> Callable[[], Any]:
-    """With half of the rollouts and a tenth of their tokens."""
+    """An update with half of the rollouts and a tenth of their tokens."""
     from . import trl_step
 
     return trl_step.update(trl_step.OURS, sizes, "0.5B" if inputs.device.type == "cuda" else "small")

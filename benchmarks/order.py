@@ -1,7 +1,7 @@
-"""The order of the contests on a GPU: first what decides most, last what is slow to set up and decides little.
+"""The order of the contests on a GPU: first the most important, last those that are slow to set up and less important.
 
-A GPU is available for minutes, and a run may end at any moment. A line names tests by the beginning of their ids, and
-the seconds after which a test keeps the rounds that it has. Tests that no line names come before `LAST`.
+A GPU is available for minutes, and a run may end at any moment. A line has the beginning of some tests' ids, and the
+seconds after which such a test stops and keeps its rounds so far. Tests that no line matches come before `LAST`.
 """
 
 HEADLINES: tuple[tuple[str, float], ...] = (
@@ -51,7 +51,7 @@ OTHERS_SECONDS = 15.0
 
 
 def place(test: str) -> tuple[int, float]:
-    """Where in the order this test stands, and its seconds. Of the lines that fit, the one with most letters counts."""
+    """The test's position in the order, and its seconds. Of the matching lines, the longest one counts."""
     rows = [*HEADLINES, *THEN, ("", OTHERS_SECONDS), *LAST]
     name = test.removeprefix("benchmarks/")
     fitting = [(len(begin), row, seconds) for row, (begin, seconds) in enumerate(rows) if name.startswith(begin)]

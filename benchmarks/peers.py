@@ -22,11 +22,11 @@ import d3s_kernels as d3s
 from . import inputs, trl_peers
 from .targets import TRL_TRITON
 
-# The name in the tables of what TRL runs on this device: torch functions, or on a GPU its own Triton kernel.
+# The tables' name for the code that TRL runs on this device: torch functions, or on a GPU TRL's own Triton kernel.
 ON_GPU = trl_peers.ON_GPU
 TRL = TRL_TRITON if ON_GPU else "TRL"
 Peer = Callable[..., object]
-PAIRS_AT_ONCE = 1 << 17  # of a row and a kept token: 940 MB of products for 3,584 features
+PAIRS_AT_ONCE = 1 << 17  # pairs of a row and a kept token; for 3,584 features, 940 MB of products
 
 
 def from_trl(peer: Peer) -> Peer | None:
@@ -35,7 +35,7 @@ def from_trl(peer: Peer) -> Peer | None:
 
 
 def looping(peer: Peer) -> Peer | None:
-    """A peer that loops over rows or values in Python; None on a GPU, where it takes seconds and tells nothing."""
+    """A peer that loops over rows or values in Python; None on a GPU, where it takes seconds and shows nothing."""
     return None if ON_GPU else peer
 
 
@@ -98,7 +98,7 @@ def trl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 @cache
 def liger_module() -> ModuleType | None:
-    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # else it waits for the GPU
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # otherwise Liger waits for the GPU
     return trl_peers.imported("liger_kernel.ops.fused_linear_scaled_cross_entropy") if ON_GPU else None
 
 
@@ -118,13 +118,13 @@ def liger() -> Callable | None:
 
 
 def liger_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Temperature 1, no label ignored, one tile of rows for each cluster, with the entropy."""
+    """Liger's head at temperature 1, with the entropy, no ignored label, and one tile of rows for each cluster."""
     loss, entropy = liger()(hidden, weight, labels, 1.0, -100, 1, True)
     return -loss, entropy
 
 
 def verl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """verl's head in PyTorch, 512 rows at once, as Liger has adapted it for other GPUs than its kernels serve."""
+    """verl's head in PyTorch, 512 rows at a time, as adapted by Liger for GPUs that Liger's kernels do not support."""
     formula = liger_module()._FusedLinearPPOFallbackFunction
     loss, entropy = formula.apply(hidden, weight, labels, 1.0, -100, True)
     return -loss, entropy
@@ -145,13 +145,13 @@ def unsloth_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor
 
 
 def quack() -> Callable | None:
-    """quack's cross entropy of logits; None where this machine lacks it, or what it is compiled with."""
+    """quack's cross entropy of logits; None if this machine lacks it, or lacks its compiler."""
     module = trl_peers.imported("quack.cross_entropy") if ON_GPU and find_spec("cutlass") else None
     return module and module.cross_entropy
 
 
 def quack_logprob(logits: Tensor, labels: Tensor) -> tuple[Tensor]:
-    """The log-probability alone: it has no entropy. Its head adds up or averages the losses, so it has no peer here."""
+    """The log-probability alone: quack has no entropy. Its head returns a sum or mean of losses, so it is no peer."""
     loss = quack()(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return (-loss.view(labels.shape),)
 
@@ -182,7 +182,7 @@ def gathered(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def of_padded(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """From the logits of `kept.padded`."""
+    """Log-probability and entropy, from the logits of `kept.padded`."""
     ids = kept.padded
     logps = logits.float().masked_fill(ids < 0, -math.inf).log_softmax(-1)
     logprob = torch.where(ids == kept.labels.unsqueeze(-1), logps, 0.0).sum(-1)
@@ -191,8 +191,8 @@ def of_padded(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 def all_logits(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
     """The logits of all tokens, of which the kept ones are gathered: how prime-rl replays sampling masks from hidden
-    states. It takes the vocabulary in chunks and computes the logits again in the backward, which is slower; here they
-    fit into memory.
+    states. prime-rl takes the vocabulary in chunks and recomputes the logits in the backward, which is slower; here all
+    logits fit into memory.
     """
     return gathered(F.linear(hidden, weight), kept)
 
@@ -205,7 +205,7 @@ def kept_columns_padded(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tu
 
 
 def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """The same without padding, as SkyRL proposes."""
+    """Only the kept columns, without padding, as SkyRL proposes."""
     ids, lengths = kept.mask.token_ids, kept.mask.offsets.diff()
     row = torch.repeat_interleave(lengths, output_size=len(ids))
     logits = of_pairs(hidden, weight, row, ids)
@@ -219,8 +219,8 @@ def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Ten
 
 
 def of_pairs(hidden: Tensor, weight: Tensor, row: Tensor, ids: Tensor) -> Tensor:
-    """The logits of pairs of a row and a token. Chunks are computed again in the backward, since products of a GPU's
-    number of pairs would not fit into memory.
+    """The logits of pairs of a row and a token. Chunks are recomputed in the backward: on a GPU there are so many pairs
+    that their products would not fit into memory.
     """
 
     def product(row: Tensor, ids: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def trl_token_mask(logits: Tensor, advantages: Tensor, ratio: float) -> Tensor:
 
 
 def max_variance(values: Tensor, keep: int) -> Tensor:
-    """The `keep` values of each row with the largest variance: sort, running sums, every split at once."""
+    """The `keep` values of each row with the largest variance: sort, running sums, and all splits in one pass."""
     ordered, order = values.sort(dim=-1)
     centred = ordered.double() - ordered.mean(-1, keepdim=True)
     low, high = centred[..., :keep], centred[..., -keep:].flip(-1)

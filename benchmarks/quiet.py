@@ -1,10 +1,11 @@
-"""How quiet the machine was while a CPU was measured. Two short probes before, between and after all rounds tell it.
+"""How quiet the machine was during a run on a CPU. A short probe before, between and after all rounds measures it.
 
-A probe takes two rates: of reading memory, and of a product of matrices. The level of a rate is what a tenth of a
-process's probes reach. A run is quiet if few of its probes are far below the level. Nothing else follows from it: the
-contenders are judged by their fastest rounds, which are those that nobody disturbed (judging.py).
+A probe measures two rates: that of reading memory, and that of a matrix product. The level of a rate is the value that
+only the best tenth of a process's probes reach. A run is quiet if few of its probes are far below the level. The probes
+decide nothing else: contenders are judged by their fastest rounds, which nobody disturbed (judging.py).
 
-A machine that is slow from the first probe to the last is not seen by this, but by the levels of earlier results.
+If a machine is slow from the first probe to the last, this does not show in its probes, but in a comparison with the
+levels of earlier results.
 """
 
 import itertools
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-OFF = 0.15  # of a level
-FEW = 0.10  # of the probes: a quiet run may have as many that are below it
+OFF = 0.15  # the share of a level; a rate lower by more than this is far below the level
+FEW = 0.10  # the share of probes that may be far below the level in a quiet run
 REACHED = 0.9  # a level is this quantile of the probes
 
 
@@ -33,10 +34,10 @@ class Rates(NamedTuple):
 
 
 class Probe:
-    """Takes both rates: some 20 ms on two cores. Each is the median of three, since a call may be interrupted."""
+    """Measures both rates in 20 ms on two cores. Each is the median of three, since a call may be interrupted."""
 
     def __init__(self) -> None:
-        # One part after the other, so that none is still in a cache: 384 MiB in all.
+        # The parts, together 384 MiB, are read in turn, so that none is still in a cache.
         self.parts = itertools.cycle(torch.ones(6, 16 * 2**20))
         self.matrix = torch.rand(768, 768)
         self.threads = torch.get_num_threads()
@@ -62,7 +63,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Judged:
-    """A whole run."""
+    """The probes of a whole run."""
 
     level: Rates
     probes: int
@@ -102,12 +103,12 @@ def level_of(probes: list[Rates]) -> Rates:
 
 
 def highest(levels: list[Rates]) -> Rates:
-    """Of each rate; zeros without any."""
+    """The highest value of each rate; zeros if there are no levels."""
     return Rates(*map(max, zip(Rates(), *levels, strict=True)))
 
 
 def earlier_level(results: Path, machine: str, threads: int) -> Rates:
-    """The highest levels of this machine's results with as many threads."""
+    """The highest levels of this machine's results with the same number of threads."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*.json")]
     same = [run for run in runs if (run["machine"], run.get("threads")) == (machine, threads) and run.get("quiet")]
     return highest([Rates(**run["quiet"]["level"]) for run in same])

@@ -1,7 +1,7 @@
 """Importance ratios as trainers compute them, and ESPO's parts in plain PyTorch, since no trainer has them.
 
-Masks are int64, as TRL's and verl's are. The formulas are those of TRL 1.16 (`GRPOTrainer._compute_loss`) and verl 0.9
-(`compute_policy_loss_vanilla`, `compute_policy_loss_gspo`).
+Masks are int64, like those of TRL and verl. The formulas are those of TRL 1.16 (`GRPOTrainer._compute_loss`) and verl
+0.9 (`compute_policy_loss_vanilla`, `compute_policy_loss_gspo`).
 """
 
 import math
@@ -19,7 +19,7 @@ def verl_token(logprob: Tensor, old: Tensor) -> Tensor:
 
 
 def trl_sequence(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """One number for each sequence."""
+    """One ratio for each sequence."""
     log_ratio = logprob - old
     return torch.exp(((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1))
 

@@ -90,7 +90,7 @@ OTHER = {"fastest": "median", "median": "fastest"}
 
 
 def times(timing: Timing, rule: Rule) -> str:
-    """The time that is judged, with the other one behind it where it differs: `16.1 ms (median 16.5)`."""
+    """The time that is judged, followed by the other time if it differs: `16.1 ms (median 16.5)`."""
     shown, other = duration(rule.of(timing)), duration(getattr(timing, OTHER[rule.time]))
     if other == shown:
         return shown
@@ -98,7 +98,7 @@ def times(timing: Timing, rule: Rule) -> str:
 
 
 def beside(judged: Verdict, rule: Rule) -> str:
-    """What stands behind a ratio: its range, and the median of the rounds' ratios where the fastest rounds decide."""
+    """The text after a ratio: its range, and the median of the rounds' ratios where the fastest rounds decide."""
     found = [f"{judged.interval[0]:.3g} to {judged.interval[1]:.3g}"] if judged.interval else []
     found += [f"median {judged.median:.3g}"] if rule.time == "fastest" else []
     return f" ({'; '.join(found)})" if found else ""
@@ -117,7 +117,7 @@ def memory_line(
     allowed: int | None = None,
     share: float | None = None,
 ) -> list[Line]:
-    """Our memory against the smallest of the peers: at most `allowed` bytes, or at most a `share` of the peer's."""
+    """Our memory beside the least of the peers. Ours may be `allowed` bytes, or a `share` of the peer's."""
     if not peaks.keys() - {OURS}:
         return []
     rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
@@ -153,14 +153,14 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes_per_second(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
-    """The memory bandwidth in both ways; for a copy, bytes read and bytes written both count."""
+    """The memory bandwidth of reading and of copying; for a copy, bytes read and bytes written both count."""
     found = contests.get("memory bandwidth", {})
     moved = {"read": 1, "copy": 2}
     return {name: moved[name] * byte_count(timing) / rule.of(timing) / 1e9 for name, timing in found.items()}
 
 
 def teraflops(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
-    """What bare products reach: 1e12 operations a second."""
+    """The rates of bare matrix products, in 1e12 operations per second."""
     found = {name.removeprefix("bare "): next(iter(of.values())) for name, of in contests.items() if "bare " in name}
     return {name: 2 * elements(timing.size) / rule.of(timing) / 1e12 for name, timing in found.items()}
 
@@ -187,11 +187,11 @@ WORST_FIRST = ("missed", "undecided", "met", REPORTED)
 
 
 def compact(caption: str, judged: list[Line], log: Log) -> str:
-    """A run in few characters: failures, then the outcomes, the missed first, then what was not reached."""
+    """A run in few characters: failures, outcomes (missed targets first), contests not reached."""
     lines = [f"FAILED {test}: {why}"[:200] for test, why in log.failed.items()]
     waits = [name for name, of in log.contests.items() if OURS in of and of[OURS].timed_by == NOT_RECORDED]
     lines += [shorter(f"WAITS, or cannot be recorded: {name}") for name in waits]
-    judged = sorted(judged, key=lambda line: [*log.contests, line.what].index(line.what))  # as they were measured
+    judged = sorted(judged, key=lambda line: [*log.contests, line.what].index(line.what))  # in the order of measurement
     reasons = dict.fromkeys(f"missing: {name}: {why}"[:160] for of in log.missing.values() for name, why in of.items())
     reasons |= dict.fromkeys(
         shorter(f"missing: {line.what}: {line.against}") for line in judged if line.ours and not line.verdict
@@ -244,7 +244,7 @@ def table(title: str, caption: str, judged: list[Line]) -> Table:
 
 
 def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, Contenders]) -> str:
-    """Tables of five columns: sizes stand behind what was measured, and outcomes behind the target."""
+    """Tables of five columns: the size follows what was measured, and the outcome follows the target."""
     lines = [
         (
             of_size(line.what, line.size),
@@ -277,7 +277,7 @@ def of_size(what: str, size: str) -> str:
 
 
 def usual(timing: Timing) -> str:
-    """The median and its interval; of a contender that was timed once, there is none."""
+    """The median and its interval; a contender that was timed once has no interval."""
     found = None if timing.timed_by == ONE_CALL else interval(timing.seconds)
     return duration(timing.median) + (f" ({' to '.join(map(duration, found))})" if found else "")
 
@@ -320,5 +320,5 @@ def of_contender(timing: Timing) -> dict[str, Any]:
 
 
 def times_ours(name: str, rivals: Contenders, rule: Rule) -> dict[str, Any] | None:
-    """How many times as fast ours is; None where there is nothing of ours."""
+    """How many times as fast ours is; None if the contest has no time of ours."""
     return rule.of_contenders(rivals, name, OURS)._asdict() if OURS in rivals else None

@@ -1,4 +1,4 @@
-"""A second process that mirrors the calls of this one: both are ranks of a gloo group, with one thread each."""
+"""A second process that mirrors the calls of this process. Both are ranks of a gloo group, with one thread each."""
 
 from __future__ import annotations
 

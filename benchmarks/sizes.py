@@ -9,7 +9,7 @@ class Sizes:
     sequences: int = 8
     tokens: int = 128
     vocabulary: int = 151_936
-    # The LM head: tokens at once, and width of the hidden states.
+    # The LM head: tokens per call, and widths of the hidden states.
     head_tokens: int = 512
     narrow: int = 896
     wide: int = 3_584
@@ -24,8 +24,8 @@ class Sizes:
     # TRL's update: rollouts of a group, and tokens of each.
     rollouts: int = 16
     completion: int = 64
-    # A contest with a bound has at least `rounds`, the fewest that have a range (judging.py). Each contest has more, at
-    # most `most_rounds`, as long as so many seconds last.
+    # A contest with a bound has at least `rounds` rounds, the fewest that have a range (judging.py). Then each contest
+    # continues until `seconds` have passed, up to `most_rounds` rounds.
     rounds: int = 9
     most_rounds: int = 63
     seconds: float = 6.0

@@ -8,7 +8,7 @@ from typing import Any
 from .judging import Faster, ShareOf, Target, Under, Within
 
 STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
-STEP_MEMORY = 0.4  # of GRPOTrainer's
+STEP_MEMORY = 0.4  # the share of GRPOTrainer's memory
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
 LIGER, LIGER_SHAPE = "Liger's head", "Liger's shape"
@@ -54,17 +54,17 @@ def in_triton(contest: str) -> str:
 
 MASKED = "with a sampling mask"
 AVX2_ALONE = ", AVX2 alone"  # ends the names of the contests of bench_avx2.py
-BESIDE_UNSLOTH = ", beside Unsloth's"  # and those of bench_unsloth.py
+BESIDE_UNSLOTH = ", beside Unsloth's"  # ends the names of the contests of bench_unsloth.py
 RAGGED = "topk_mask of ragged rows, 2,048 of each"
 AVX2_ENVIRONMENT = {
     "D3S_KERNELS_SIMD": "avx2",
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",  # torch's float32 products; an Intel CPU alone obeys it
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",  # torch's float32 products; only an Intel CPU obeys it
 }
-# What bounds the forward on a CPU: its operations on vectors, for as many elements as a vector has floats. They were
-# counted in the machine code of softmax_rows.cpp for bfloat16: 2 of the maximum's loop (half a shift and half a mask to
-# convert, one maximum) and 15 of that of the sums (the conversion, subtraction, maximum, 11 of 2^x, addition, product).
+# The forward on a CPU is bound by its vector operations. This is their number per vector of floats, counted in the
+# machine code of softmax_rows.cpp for bfloat16: 2 in the loop of the maximum (half a shift and half a mask to convert,
+# one maximum) and 15 in the loop of the sums (the conversion, subtraction, maximum, 11 for 2^x, addition, product).
 OPERATIONS = 17
 AS_MANY = "a product of as many operations"
 UNSLOTH_ENVIRONMENT = {"UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
@@ -110,7 +110,7 @@ CPU: tuple[Target, ...] = (
 )
 
 # The targets for any NVIDIA GPU: shares of what the same GPU reaches in the same run, and times of launches, which
-# hardly depend on it. Targets without a bound are only reported.
+# hardly depend on the GPU. Targets without a bound are only reported.
 CUDA: tuple[Target, ...] = (
     ShareOf("logprob_entropy forward", "read", 90),
     Faster("logprob_entropy forward", (TRL_TRITON,), 1.15),
@@ -165,13 +165,14 @@ CUDA: tuple[Target, ...] = (
     Within(in_triton("max_variance_select, groups"), CUDA_LIBRARY, 2),
 )
 
-# At most 1.1 times what Liger publishes of its head with entropy on an H100, in linkedin/Liger-Kernel #1370 and #1359.
+# At most 1.1 times the times that Liger publishes for its head with entropy on an H100, in linkedin/Liger-Kernel #1370
+# and #1359.
 H100: tuple[Target, ...] = (
     Under(f"linear_logprob_entropy forward, {LIGER_SHAPE}", 1.1 * 6_110),
     Under(f"{HEAD_STEP}, {LIGER_SHAPE}", 1.1 * 26_150),
 )
 
-# What FlashInfer publishes of its indices, where the lower of equal scores' indices wins as in ours: flashinfer #4295.
+# The time that FlashInfer publishes for indices, if the lower index wins a tie, as in ours: flashinfer #4295.
 B200: tuple[Target, ...] = (Under(RAGGED, 40.4),)
 
 TARGETS = {"cpu": CPU, "cuda": CUDA}
@@ -183,6 +184,6 @@ def targets_of(device: str, build_info: dict[str, Any], gpu: str = "") -> tuple[
 
 
 def above_avx2(build_info: dict[str, Any]) -> bool:
-    """Whether the library runs better instructions here than AVX2."""
+    """Whether the library uses better instructions than AVX2 here."""
     levels = build_info["simd_levels"]
     return "avx2" in levels and build_info["simd"] in levels[levels.index("avx2") + 1 :]

@@ -1,8 +1,8 @@
-"""The log of a run: JSON lines, each written at once and whole, so that what has ended is kept whatever happens next.
+"""The log of a run: JSON lines, each written immediately and in one piece, so that nothing that has ended gets lost.
 
-- `facts`: the machine, at the start of each process that measures; of two that differ, the first counts;
+- `facts`: the machine, at the start of each process that measures; if two differ, the first counts;
 - `began`, and `ended` with outcome and seconds: a test;
-- `contest`: its contenders, those that are missing and why, and the commit;
+- `contest`: its contenders, the missing contenders and why they are missing, and the commit;
 - `probe`: how fast the machine was between two rounds (quiet.py);
 - `poisoned`: a contest, and the contender after whose error CUDA no longer worked in its process.
 """
@@ -39,7 +39,7 @@ class Timing:
 
 @dataclass
 class Log:
-    """What has been read. A contest that was measured again has its last times."""
+    """The contents of a log. A contest that was measured again has its latest times."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     contests: dict[str, Contenders] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Log:
     seconds: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     poisoned: list[tuple[str, str]] = field(default_factory=list)
-    probes: list[list[Rates]] = field(default_factory=list)  # of each process, since they may run other instructions
+    probes: list[list[Rates]] = field(default_factory=list)  # by process, since processes may run other instructions
 
     @property
     def failed(self) -> dict[str, str]:
@@ -63,7 +63,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
     with path.open("ab+", buffering=0) as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
-            text = text if file.read(1) == b"\n" else "\n" + text  # behind a line that was cut off
+            text = text if file.read(1) == b"\n" else "\n" + text  # after a line that was cut off
         file.write(text.encode())
 
 
@@ -96,6 +96,6 @@ def read(*paths: Path) -> Log:
             log.probes[-1].append(Rates(*line["probe"]))
         elif "poisoned" in line:
             log.poisoned.append(tuple(line["poisoned"]))
-    if commits:  # between two calls something may have been mended
+    if commits:  # something may have been fixed between two calls
         log.facts["commit"] = ", ".join(commits)
     return log

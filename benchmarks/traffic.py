@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from d3s_kernels._across_ranks.tokens import digits_for, gathers_counts
 
-Sent = list[tuple[str, int]]  # for each round: c10d's name of the collective, and the bytes that a rank puts in
+Sent = list[tuple[str, int]]  # for each collective: its name in c10d, and the bytes that a rank puts in
 
 REDUCE, GATHER, EXCHANGE = "allreduce", "allgather_base", "alltoall_base"
 
@@ -20,8 +20,8 @@ REDUCE, GATHER, EXCHANGE = "allreduce", "allgather_base", "alltoall_base"
 
 
 def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) -> Sent:
-    """With global offsets, first the rank's number of scores. Then the counts of digits, and the counts of ties unless
-    the digit counts were gathered on all ranks.
+    """With global offsets, the first collective has each rank's number of scores. Then come the counts of digits, and
+    the counts of ties unless the digit counts were gathered on all ranks.
     """
     gathers = gathers_counts(segments, ranks)
     counts: Sent = [(GATHER if gathers else REDUCE, 8 * segments * 2**bits) for _, bits in digits_for(segments)]
@@ -29,8 +29,8 @@ def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) ->
 
 
 def select_tokens(ranks: int, segments: int = 1, *, by_offsets: bool = False, drop_zeros: bool = False) -> Sent:
-    """With offsets of sequences that lie on several ranks, first what each rank's advantages may belong to (tokens or
-    sequences). With ``drop_zeros``, the counts for it last.
+    """With offsets of sequences that lie on several ranks, the first collective has what each rank's advantages may
+    belong to (tokens or sequences). With ``drop_zeros``, the last collective has the counts for it.
     """
     return [(GATHER, 24)] * by_offsets + topk_mask(ranks, segments) + [(GATHER, 16 * segments)] * drop_zeros
 
@@ -47,7 +47,7 @@ def plan_rows() -> Sent:
 
 
 def exchange_rows(moved: int, row_bytes: int) -> Sent:
-    """For a rank that sends `moved` rows; if no row moves anywhere, there is no round at all."""
+    """For a rank that sends `moved` rows; if no row moves on any rank, there is no collective at all."""
     return [(EXCHANGE, moved * row_bytes)]
 
 

@@ -1,7 +1,8 @@
 """TRL's own functions, if they can be imported on this machine.
 
 On a GPU TRL runs its own Triton kernels, from `trl.kernels`, which imports little. Its torch functions are in
-`trl.trainer.utils`, which imports many Hugging Face packages: on a GPU only when they are needed.
+`trl.trainer.utils`, which imports many Hugging Face packages. On a GPU, this module is imported only when its functions
+are needed.
 """
 
 import importlib
@@ -38,7 +39,7 @@ def stand_in(name: str) -> Iterator[None]:
 
 
 def imported(name: str) -> ModuleType | None:
-    """The module, or None if it cannot be imported: its peers are then reported as missing, the rest is measured."""
+    """The module, or None if it cannot be imported. Then its peers are missing, and the rest is measured."""
     try:
         with stand_in("datasets"):
             return importlib.import_module(name)
@@ -63,7 +64,7 @@ def utils() -> ModuleType | None:
 
 @cache
 def torch_on_gpu() -> Callable[..., Any] | None:
-    """What TRL ran on a GPU before it had a kernel."""
+    """What TRL ran on a GPU before TRL had a kernel."""
     return without_triton(utils()) if ON_GPU and utils() else None
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.trl_sampling_masks --model FOLDER    # a chat model, such as the one of make demo
     python -m benchmarks.trl_sampling_masks --tokenizer FOLDER --wide    # two layers of Qwen2.5-0.5B and its vocabulary
 
-Both sides sample with top-p 0.9, top-k 50 and temperature 0.8, and train in float32 on 8 rollouts of one prompt, all of
-their tokens. Each runs in a process of its own, because a process's peak of memory can only rise, and they take turns:
-the table has the medians of the rounds, and the smallest and largest values.
+Both sides sample with top-p 0.9, top-k 50 and temperature 0.8, and train in float32 on 8 rollouts of one prompt, on all
+of their tokens. Each runs in a process of its own, because a process's peak of memory can only rise, and they take
+turns: the table has the medians of the rounds, and the smallest and largest values.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .sizes import FULL
 from .trl_step import SHAPES, WIDTHS
 
 PROMPTS = ["Write a sentence about the sea.", "Name three colours.", "What is 17 + 25?", "Tell me a short story."]
-WARM_UP = 2  # steps: the first ones make the optimiser's state
+WARM_UP = 2  # steps; the first steps create the optimiser's state
 UPDATE, GENERATION = "one update, s", "generation of its rollouts, s"
 MEMORY = "peak of the whole training beyond the model, MiB"
 APART = "largest |sampling - training log-probability| of a first update"
 
 
 class Watched(D3STrainer):
-    """It keeps what the comparison needs. Its update is what a step does besides making its batch."""
+    """A trainer that keeps what the comparison needs. The update is a step without the making of its batch."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -82,7 +82,7 @@ def timed(seconds: list[float], work: Callable[..., Any], *arguments: Any) -> An
 
 
 def side(given: argparse.Namespace) -> dict[str, float]:
-    """What one side takes: medians over the steps, and the means of TRL's log over all of them."""
+    """The measurements of one side: medians over the steps, and the means of TRL's log over all steps."""
     tokenizer = AutoTokenizer.from_pretrained(given.tokenizer or given.model)
     prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     trainer = Watched(
@@ -128,7 +128,7 @@ def side(given: argparse.Namespace) -> dict[str, float]:
 
 
 def wide_model() -> Qwen2ForCausalLM:
-    """Random weights: the head and the vocabulary of Qwen2.5-0.5B over two of its 24 layers."""
+    """A model with random weights, and with the head, the vocabulary, and two of the 24 layers of Qwen2.5-0.5B."""
     torch.manual_seed(0)
     shape = {**SHAPES["0.5B"], "hidden_size": WIDTHS["0.5B"], "num_hidden_layers": 2, "vocab_size": FULL.vocabulary}
     return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))

@@ -44,7 +44,7 @@ WIDTHS = {"small": 256, "0.5B": 896, "7B, 2 of its layers": 3584}
 
 
 def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]:
-    """The update, as a function that returns the loss; it computes the gradients and drops them again."""
+    """The update, as a function that returns the loss; it also computes the gradients, and drops them."""
     trainer = trainer_of(name, sizes, shape)
     batch = generation_batch(sizes)
 
@@ -60,7 +60,7 @@ def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]
 
 
 def known_update(sizes: Sizes, shape: str, cut: bool) -> Callable[[], float]:
-    """The update alone, with tokens chosen before it. It forwards only what they need (`cut`), or all tokens."""
+    """The update alone, with tokens chosen before it. It forwards what these tokens need (`cut`), or all tokens."""
     trainer = trainer_of(OURS_PASS, sizes, shape)
     if not cut:
         trainer._tokens_are_independent = lambda batch: False
@@ -72,7 +72,7 @@ def known_update(sizes: Sizes, shape: str, cut: bool) -> Callable[[], float]:
 
 def backward(trainer: GRPOTrainer, loss: torch.Tensor) -> float:
     loss.backward()
-    trainer.model.zero_grad(set_to_none=True)  # so that memory is counted with the gradients
+    trainer.model.zero_grad(set_to_none=True)  # so that the measured memory includes the gradients
     return loss.item()
 
 
@@ -86,7 +86,7 @@ def entropy_pass(sizes: Sizes, shape: str, useful: float) -> Callable[[], torch.
 
 @lru_cache(maxsize=1)
 def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
-    """Made where it runs, and in its precision: on a CPU its weights would take a minute to draw."""
+    """The model, created on its device and in its precision: drawing its weights on a CPU would take a minute."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -136,7 +136,7 @@ def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> GRPOTrain
         train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * sizes.rollouts}),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
     )
-    if on_gpu:  # as TRL's default has it; `train` would do it, which does not run here
+    if on_gpu:  # TRL's default; `train` would enable it, but does not run here
         model = trainer.model
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     trainer.model.train()

@@ -2,8 +2,8 @@
 
     .venv/verl-0.9.1/bin/python -m benchmarks.verl_head
 
-A micro-batch of packed rows: prompts, and responses of which an update keeps a share. verl's back-end computes every
-position; ours computes those that are read. Both run as verl's models call them.
+The micro-batch has packed rows: prompts, and responses. An update keeps a share of the response tokens. verl's back-end
+computes every position; ours computes those that are read. Both are called as verl's models call them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from time import perf_counter
 
 import torch
-import verl  # loads the plugin, which registers ours
+import verl  # loads the plug-in, which registers our back-end
 from torch import Tensor
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 

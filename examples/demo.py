@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 # Read when torch and the Hugging Face libraries are imported. Waiting threads sleep, as spinning slows other processes;
-# large tensors come in pages of 2 MiB, because fresh memory in pages of 4 KiB takes longer than what is done with it.
+# large tensors come in pages of 2 MiB, because getting fresh memory in pages of 4 KiB takes longer than using it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", TRANSFORMERS_VERBOSITY="error")

@@ -33,7 +33,7 @@ class Policy(nn.Module):
         self.head = nn.Linear(WIDTH, DIGITS, bias=False)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """As models of transformers name their head."""
+        """The head, under the name that transformers' models use."""
         return self.head
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Policy(nn.Module):
         return logits
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The hidden states [rows, tokens, width] that the head is given."""
+        """The hidden states [rows, tokens, width] that the head takes."""
         length = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(length)
         states: Tensor = self.body(self.tokens(tokens) + self.places[:length], mask=causal, is_causal=True)
@@ -77,13 +77,13 @@ def update(
     kept = selection.rollouts(advantages, progress)
     tokens, weights = tokens[kept.flatten()], advantages[kept]
 
-    # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states. What stands between these
-    #    and the logits (here a weight alone) is read from the policy, and compared with its logits once.
+    # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states. The parameters of the head
+    #    (here only a weight) are read from the policy, and the head is compared with the policy's logits once.
     def scores(mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
         return d3s.linear_logprob_entropy(hidden, labels=tokens[:, LENGTH:], mask=mask, **d3s.lm_head(policy))
 
-    # 3. The tokens that have nearly the probability they were sampled with. Others cost nothing in the update.
+    # 3. The tokens that have nearly the probability they were sampled with. Other tokens cost nothing in the update.
     with torch.no_grad():
         old_logprob, _ = scores()
     trusted = selection.trusted(old_logprob, sampling_logprob[kept.flatten()], weights)

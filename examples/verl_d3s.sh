@@ -2,7 +2,7 @@
 # D3S in verl 0.9.1: GRPO with the trainer mode d3s_sync, on one node of eight GPUs.
 #
 #     pip install '.[verl]'
-#     examples/verl_d3s.sh trainer.total_epochs=2         # more of verl's options go behind
+#     examples/verl_d3s.sh trainer.total_epochs=2         # further options of verl follow
 #
 # It has not been run as a whole: that takes GPUs and vLLM. What is tested, on a CPU (tests/verl/test_verl_example.py):
 # verl's configuration takes every option below, and D3S takes the configuration that comes of them.
@@ -12,7 +12,7 @@ DATA=${DATA:-$HOME/data/gsm8k}  # made by verl's examples/data_preprocess/gsm8k.
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 
 options=(
-  # D3S: a quarter of each prompt's rollouts at first and all in the end, of their tokens 5 % and then 20 %
+  # D3S: a quarter of each prompt's rollouts at first and all at the end; 5 % of their tokens at first, then 20 %
   trainer.v1.trainer_mode=d3s_sync
   +trainer.v1.d3s_sync.rollouts_start=0.25
   +trainer.v1.d3s_sync.rollouts_end=1.0

@@ -4,9 +4,9 @@
     python3 tools/cpu_seconds.py 260 make test
 
 CPU-seconds are user and system time of the command and its children; unlike wall time, they hardly depend on what else
-runs. Machines differ in speed by two, so a fixed piece of work is timed before and after the command, and the figure is
-converted to seconds of the machine on which the bounds were set. More than ``SLACK`` times the bound is a failure: the
-slack is for what the piece of work does not show of a machine.
+runs. Machines differ in speed by a factor of two. So a fixed piece of work is timed before and after the command, and
+the CPU-seconds are converted to those of the machine on which the bounds were set. More than ``SLACK`` times the bound
+is a failure; the slack allows for differences between machines that the piece of work does not show.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import time
 import zlib
 
 SLACK = 1.6
-PIECES = 7  # of work, before and after
+PIECES = 7  # pieces of work before the command, and as many after it
 PIECE = 0.150  # CPU-seconds of a piece on the machine of the bounds: an AMD EPYC (Zen 4) of two cores, with Python 3.11
 
 
 def piece_of_work() -> float:
-    """The CPU-seconds of a fixed piece of work: what a Python program does, and a loop in C."""
+    """The CPU-seconds of a fixed piece of work: typical work of a Python program, and a loop in C."""
     began = time.process_time()
     rows = [{"name": f"row {i}", "values": [i * j % 97 for j in range(12)]} for i in range(24_000)]
     rows.sort(key=lambda row: (sum(row["values"]), row["name"]))  # type: ignore[arg-type]

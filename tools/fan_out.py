@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How many files name each argument of the ops: python tools/fan_out.py [-v]
 
-A file should name an argument because it uses it, never only to pass it on. So the number of files says how many places
-have to change with an argument. tests/test_rooms.py holds the numbers. The integrations, which call public functions,
-are not counted; comments and messages do not count as names.
+A file should name an argument because it uses the argument, never only to pass it on. So the number of files is the
+number of places that have to change with the argument. tests/test_rooms.py checks the numbers. The integrations, which
+call public functions, are not counted; comments and messages do not count as names.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMAS = ("csrc/library.cpp", "d3s_kernels/_head/op.py")
-# Names that other code uses for other things, so that a count of them says nothing.
+# Names that other code uses for other things, so that counting them says nothing.
 COMMON = {
     "alpha", "bits", "eps", "high", "k", "keep", "level", "low", "ratio", "scale", "shift", "temperature", "wanted",
 }  # fmt: skip
-# Tensors that are no data, but another form of a number, or a part of a sampling mask.
+# Tensors that are no data: another form of a number, or a part of a sampling mask.
 FORMS = re.compile(r"\w+_tensor|sampling_\w+")
 
 
 def arguments() -> list[str]:
-    """The numbers, flags and names that the ops take, and the tensors that are forms of one."""
+    """The ops' arguments that are numbers, flags or names, and the tensors that match FORMS."""
     found: dict[str, None] = {}
     for path in SCHEMAS:
         text = " ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', (ROOT / path).read_text(encoding="utf-8")))
@@ -36,7 +36,7 @@ def arguments() -> list[str]:
 
 
 def names_in(path: Path) -> set[str]:
-    """The identifiers of a file, with those of a schema, and strings that are one name."""
+    """The identifiers of a file, including those in schemas, and strings that consist of one name."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         text = re.sub(r"//.*", "", text)

@@ -2,7 +2,7 @@
 """Random calls of every op and public function, on every back-end that runs here; `make fuzz SECONDS=…` calls it.
 
     python tools/fuzz.py --seconds 60              all back-ends; they share the time
-    python tools/fuzz.py --seconds 600 --on cpu    one of them, or several
+    python tools/fuzz.py --seconds 600 --on cpu    one back-end, or several
 
 Each call follows from a seed and is compared with the op's definition (tests/cases). A wrong call is
 made smaller and printed as a test to paste. A call that crashes or hangs the process is reported with its seed.
@@ -32,8 +32,8 @@ sys.path.insert(0, str(TESTS))  # for the table of ops
 MOST = (*[40] * 28, *[400] * 3, 5000)  # limits of the lengths; a call takes one of these at random
 MOST_INTERPRETED = (12,)  # Triton's interpreter takes milliseconds for each program
 STUCK = 120.0  # a process is killed this many seconds after its time is over
-TRIES = 400  # how many smaller calls are tried
-MOST_PRINTED = 300  # a tensor with more numbers is not written out
+TRIES = 400  # the number of smaller calls that are tried
+MOST_PRINTED = 300  # a tensor with more elements is not written out
 
 
 @dataclass

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""All that needs an NVIDIA GPU, in parts: each has a name, a limit and a command.
+"""Runs everything that needs an NVIDIA GPU, in parts. Each part has a name, a time limit and a command.
 
-    python3 tools/gpu.py a      is every op right, and the headlines: 250 seconds
+    python3 tools/gpu.py a      checks every op, and measures the headlines: 250 seconds
     python3 tools/gpu.py b      all benchmarks, and where the time goes in some ops: 400 seconds
     python3 tools/gpu.py all    both: 560 seconds; `make gpu` calls it
-    python3 tools/gpu.py a --only 'tests/cuda|memcheck'    the parts in whose names this is found
+    python3 tools/gpu.py a --only 'tests/cuda|memcheck'    only the parts whose names match this
 
-Nothing is built or downloaded. Libraries and wheels come from build/gpu/bundle where there is one (`make gpu-bundle`);
-else the installed package is used. Parts of one step run side by side, timings alone. A part that is out of time is
-interrupted, then killed; what it has said until then is kept. In the folder that OUT names, or build/gpu/out:
+Nothing is built or downloaded. Libraries and wheels come from build/gpu/bundle if it exists (`make gpu-bundle`);
+otherwise the installed package is used. The parts of one step run at the same time, but timings run alone. A part that
+exceeds its limit is interrupted, and then killed; its output so far is kept. The results are in the folder that OUT
+names, or in build/gpu/out:
 
     gpu.log              every line of every part, as it comes
     parts.jsonl          a line for each part that has ended
-    contests.jsonl       each contest of the benchmarks, as it ends, and the results made from them
+    contests.jsonl       each contest of the benchmarks when it ends, and the results made from the contests
     source.csv.gz        the samples of ncu, for each instruction
 
-What each part told is printed at the end, the worst first.
+At the end, the important lines of each part are printed, failed parts first.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ WORK = ROOT / "build" / "gpu"
 BUNDLE = WORK / "bundle"
 SITE = WORK / "site"  # TRL and the other wheels of the bundle
 OUT = Path(os.environ.get("OUT") or WORK / "out")
-REHEARSAL = "D3S_GPU_REHEARSAL" in os.environ  # on the CPU's library: does the harness itself work?
+REHEARSAL = "D3S_GPU_REHEARSAL" in os.environ  # tests the harness itself, with the CPU's library
 
 SECONDS = {"a": 250, "b": 400, "all": 560}
-GRACE = 8  # seconds from the interrupt to the kill; pytest tells its failures in 6
-PRINTED, WIDTH = 11_500, 200  # characters of the summary, and of a line of it
+GRACE = 8  # seconds from the interrupt to the kill; pytest reports its failures within 6
+PRINTED, WIDTH = 11_500, 200  # characters of the summary, and of a line in it
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Part:
     command: tuple[object, ...]
     environment: dict[str, str] = field(default_factory=dict)
     tells: str = r"^(FAILED|ERROR|CRASHED) |^=+ .*(passed|failed|error).* in "  # the lines that the summary repeats
-    lines: int = 14  # of them, at most
+    lines: int = 14  # at most so many of these lines
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ PYTHON = sys.executable
 TESTS = (
     *(PYTHON, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short", "--no-header", "-p", "no:cacheprovider"),
     *("--maxfail", 60, "--max-worker-restart", 50),
-    *("--timeout", 90, "--timeout-method", "thread"),  # which ends one worker alone
+    *("--timeout", 90, "--timeout-method", "thread"),  # a timeout ends only one worker
 )
 SUITES = runpy.run_path(str(ROOT / "tests" / "cuda" / "suites.py"))["SUITES"]
 FIRST_MINUTE = "tests/cuda/test_first_minute.py"
@@ -80,7 +81,7 @@ WORKERS = max(2, min(16, os.cpu_count() or 2))
 
 
 def doctor(backend: str) -> Part:
-    """The self-check in a process for each back-end, since a fault of one would end the others' too."""
+    """The self-check of one back-end, in its own process: a crash of one back-end must not end the check of another."""
     chosen = {} if REHEARSAL else {"D3S_KERNELS_BACKEND": backend}
     return Part(f"self-check {backend}", 80, (PYTHON, "-m", "d3s_kernels"), chosen, r"WRONG|raised|not run|Error")
 
@@ -93,7 +94,7 @@ def suites(backend: str, seconds: float, workers: int, examples: int) -> Part:
 
 
 def sanitizer(tool: str, share: str, seconds: float) -> Part:
-    """Of our kernels alone. Without torch's caching allocator, every tensor has its own bounds."""
+    """A sanitizer on our kernels alone. Without torch's caching allocator, every tensor has its own bounds."""
     options = ("--kernel-name", "kns=d3s", "--report-api-errors", "no", "--error-exitcode", 9, "--tool", tool)
     command = ("compute-sanitizer", *options, PYTHON, "tests/cuda/sanitized.py", share)
     told = r"^=========.*(hazard|Race|Invalid|ERROR SUMMARY|RACECHECK SUMMARY|Error)|ops ran$|Error"
@@ -108,13 +109,13 @@ def benchmarks(name: str, seconds: float, *options: object) -> Part:
 
 
 def steps(call: str) -> list[list[Part]]:
-    """What runs after one another, each a list of what runs side by side."""
+    """The steps, which run one after another. Each step is a list of parts that run at the same time."""
     first = [
         [
             *map(doctor, ("cuda", "triton", "torch")),
             Part("first minute", 80, (*TESTS, "-n", 3, FIRST_MINUTE)),
             Part("machine", 20, ("nvidia-smi",), tells="Driver|MiB"),
-            Part("imports", 80, (PYTHON, "-c", "import trl.trainer.grpo_trainer")),  # the first one takes long
+            Part("imports", 80, (PYTHON, "-c", "import trl.trainer.grpo_trainer")),  # the first import takes long
         ],
         [benchmarks("headlines", 75, "--headlines")],
     ]
@@ -131,8 +132,8 @@ def steps(call: str) -> list[list[Part]]:
 
 
 def profiles() -> list[list[Part]]:
-    """Where the time goes in the ops of benchmarks/one_call.py that D3S_GPU_PROFILE names: by torch's profiler in all
-    kernels and in the host, by ncu in each kernel of ours.
+    """Profiles the ops of benchmarks/one_call.py that D3S_GPU_PROFILE names. torch's profiler shows the time in all
+    kernels and on the host; ncu shows where the time goes in each of our kernels.
     """
     ops = os.environ.get("D3S_GPU_PROFILE", "topk_mask max_variance_pool sparse_head").split()
     ours = ("--kernel-name-base", "demangled", "--kernel-name", "regex:d3s", "--profile-from-start", "off")
@@ -151,7 +152,7 @@ def profiles() -> list[list[Part]]:
 
 
 class Log:
-    """Each line is written at once, whole, so that a kill at any moment leaves whole lines."""
+    """Writes each line immediately and in one piece, so that a kill at any moment leaves only complete lines."""
 
     def __init__(self) -> None:
         self.start, self.lock = time.monotonic(), threading.Lock()
@@ -178,16 +179,16 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "D3S_TEST_CACHES": str(caches),  # one folder of compiled kernels for all parts
+        "D3S_TEST_CACHES": str(caches),  # all parts share one folder of compiled kernels
         "TRITON_CACHE_DIR": str(caches / "triton_cache_dir"),
         "D3S_TEST_SPREAD": "1",  # a free worker takes the next test
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else every worker starts a pool of compilers
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise every worker starts a pool of compilers
         **({"D3S_COMMIT": commit.read_text().strip()} if commit.exists() else {}),
     }
 
 
 def unpack() -> None:
-    """Lays the bundle's libraries into the package, and installs its wheels."""
+    """Copies the bundle's libraries into the package, and installs the bundle's wheels."""
     for library in (BUNDLE / "libraries").glob("d3s_kernels/*.so"):
         shutil.copy2(library, ROOT / "d3s_kernels")
     if wheels := sorted(BUNDLE.glob("wheels/*.whl")):
@@ -196,7 +197,7 @@ def unpack() -> None:
 
 
 def exited(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Whether the process has ended, after at most so many seconds. It is left to be waited for."""
+    """Waits at most so many seconds for the process to end; returns whether it did. Does not reap the process."""
     end = time.monotonic() + seconds
     while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if time.monotonic() >= end:
@@ -240,7 +241,7 @@ def run(part: Part, end: float, log: Log) -> Ended:
         os.kill(process.pid, signal.SIGINT)
         exited(process, GRACE)
     RUNNING.discard(process.pid)
-    os.killpg(process.pid, signal.SIGKILL)  # it, or what it has left running
+    os.killpg(process.pid, signal.SIGKILL)  # the process, or what it has left running
     reader.join(5)
     _, status, used = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -255,7 +256,7 @@ def run(part: Part, end: float, log: Log) -> Ended:
 
 
 def summary(ended: list[Ended]) -> str:
-    """What each part told, the worst first, in PRINTED characters."""
+    """The important lines of each part, failed parts first, in at most PRINTED characters."""
     worst_first = sorted(ended, key=lambda part: ("failed", "out of time", "no time", "ok").index(part.status))
     said = [(f"== {part.name}: {part.status}, {part.seconds:.0f} s", *part.told) for part in worst_first]
     return "\n".join(line for lines in said for line in lines)[:PRINTED]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What travels to a GPU that is lent for minutes, and a rehearsal of those minutes without one.
+"""Makes the bundle for a GPU machine that is lent for minutes, and rehearses those minutes without a GPU.
 
-    python3 tools/gpu_bundle.py            builds and downloads all that travels, into build/gpu/bundle
-    python3 tools/gpu_bundle.py rehearse   runs tools/gpu.py from what travels, on the CPU, in 230 seconds or as given
+    python3 tools/gpu_bundle.py            builds and downloads the bundle, into build/gpu/bundle
+    python3 tools/gpu_bundle.py rehearse   runs tools/gpu.py from the bundle, on the CPU, in 230 seconds or as given
 
-Both run in an environment like the one there: Python 3.12, torch 2.11.0 for CUDA 13 (`make gpu-bundle`, `make
-gpu-rehearsal` make it in build/gpu/env). The rehearsal fails where a part has an error of the harness, where a copy of
-the results taken in the middle cannot be read, or where a part would not fit into its limit on the GPU's machine.
+Both run in an environment like that of the GPU machine: Python 3.12, torch 2.11.0 for CUDA 13 (`make gpu-bundle` and
+`make gpu-rehearsal` create it in build/gpu/env). The rehearsal fails if the harness has an error in some part, if a
+copy of the results that is taken during the run cannot be read, or if a part would exceed its limit on the GPU machine.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 BUNDLE = WORK / "bundle"
-TREE = WORK / "rehearsal" / "d3s_kernels"  # the checkout as it would lie there
+TREE = WORK / "rehearsal" / "d3s_kernels"  # the checkout as on the GPU machine
 STAND_INS = WORK / "rehearsal" / "bin"
 OUT = WORK / "rehearsal" / "out"
 
 ARCHITECTURE = "90-real"
-# The peers of the benchmarks, and of what they need only what that machine lacks.
+# The peers of the benchmarks, and those of their dependencies that the GPU machine lacks.
 WHEELS = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "liger-kernel==0.8.5")
 MOST_BYTES = 64 << 20  # of the checkout and the bundle together
 FILES_BACK = 6
-CORES = 12  # of the 16 there, what many processes side by side get of them
-SNAPSHOTS = (30, 60, 120)  # seconds: what a kill would leave then
+CORES = 12  # what many parallel processes get of the GPU machine's 16 cores
+SNAPSHOTS = (30, 60, 120)  # seconds after which the results are read, as if the run had been killed
 FAULTS = (
     r"ImportError|ModuleNotFoundError|FileNotFoundError|No such file|unrecognized arguments|errors during collection"
     r"|INTERNALERROR|UsageError|no tests ran|found no collectors|Traceback"
@@ -53,7 +53,7 @@ def output(*command: object, cwd: Path = ROOT) -> str:
 
 
 def travelling() -> list[Path]:
-    """The files of the checkout that travel: those that git does not ignore."""
+    """The files of the checkout that are copied to the GPU machine: all that git does not ignore."""
     names = output("git", "ls-files", "-co", "--exclude-standard", "-z").split("\0")
     return [ROOT / name for name in sorted(names) if name and (ROOT / name).is_file()]
 
@@ -77,7 +77,7 @@ def bundle() -> None:
     wheels = BUNDLE / "wheels"
     there = {"-".join(path.name.split("-")[:2]) for path in wheels.glob("*.whl")}
     if there != {name.replace("-", "_").replace("==", "-") for name in WHEELS}:
-        shutil.rmtree(wheels, ignore_errors=True)  # two versions of one would stop the installation
+        shutil.rmtree(wheels, ignore_errors=True)  # two versions of a wheel would stop the installation
         call(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", wheels, *WHEELS)
     changed = "-changed" if output("git", "status", "--porcelain") else ""
     (BUNDLE / "commit").write_text(output("git", "rev-parse", "--short", "HEAD") + changed + "\n")
@@ -106,7 +106,7 @@ def say_size() -> None:
 
 
 def lay_out() -> None:
-    """The checkout and its bundle as they lie on the other machine."""
+    """Copies the checkout and its bundle into TREE, laid out as on the GPU machine."""
     shutil.rmtree(TREE, ignore_errors=True)
     for path in travelling():
         to = TREE / path.relative_to(ROOT)
@@ -116,7 +116,7 @@ def lay_out() -> None:
 
 
 def stand_ins() -> None:
-    """Programs of that machine: they say what they are, and run the program that they are given."""
+    """Writes stand-ins for programs of the GPU machine. They print their names, and run the program that follows."""
     shutil.rmtree(STAND_INS, ignore_errors=True)
     STAND_INS.mkdir(parents=True)
     run_the_rest = 'while [ $# -gt 0 ]; do case $1 in *python*) exec "$@";; *) shift;; esac; done'
@@ -162,7 +162,7 @@ def rehearse(seconds: float) -> int:
 
 
 def unreadable(folder: Path) -> Iterator[str]:
-    """What of a folder of results is not whole."""
+    """Names what is incomplete in a folder of results."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     if len(files) > FILES_BACK:
         yield f"{len(files)} files; at most {FILES_BACK} come back"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Counts what the LM head allocates, multiplies and moves at the shapes of a GPU, without one.
+"""Counts what the LM head allocates, multiplies and moves at the shapes of a GPU, without a GPU.
 
     .venv/bin/python tools/head_traffic.py            writes the tables of docs/lm-head.md
-    .venv/bin/python tools/head_traffic.py --check    exit status 1: they are not what is counted
+    .venv/bin/python tools/head_traffic.py --check    exit status 1 if the tables differ from the counts
 
-Fake tensors have shapes and no values, and a dispatch mode sees every op on them. Fake tensors on a CPU stand in for
-those of a GPU, whose tiles, slices and wide products they are given: a torch that is built without CUDA cannot slice a
-fake tensor on a GPU.
+Fake tensors have shapes but no values, and a dispatch mode sees every op on them. If torch is built without CUDA, it
+cannot slice a fake tensor on a GPU. So the fake tensors are on the CPU, but with a GPU's tiles, slices and wide
+products.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "lm-head.md"
 GPU = products.SIZES["cuda"]
 GB, MIB = 1e9, 1 << 20
 
-# What products of these shapes reach, in floating point operations a second, and 90 % of the memory's peak rate.
+# For each GPU: the floating point operations per second of products of these shapes; 90 % of the memory's peak rate.
 GPUS = {"H100": (700e12, 3.0e12), "H200": (680e12, 4.3e12)}
 
 
@@ -47,7 +47,7 @@ class Product(NamedTuple):
     rows: int
     terms: int  # of each sum
     columns: int
-    bytes: int  # its arguments read once; its result written, and read before if it is added to
+    bytes: int  # arguments read once; the result written, and also read if the product is added to it
 
     @property
     def operations(self) -> int:
@@ -56,13 +56,13 @@ class Product(NamedTuple):
 
 _ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided"}
 _FILLS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "fill_", "zero_", "arange", "ones"}
-_GATHERS = {"index_select"}  # reads as much as it writes, and not all of its source
+_GATHERS = {"index_select"}  # these read as much as they write, not their whole source
 _SCATTERS = {"index_copy_"}
 
 
 class Traffic(TorchDispatchMode):
-    """The ops within, on fake tensors: matrix products, the bytes that all other ops read and write, and the peak of
-    the memory that they allocate beyond the given tensors.
+    """Records the ops on fake tensors in this context: the matrix products, the bytes that all other ops read and
+    write, and the peak of the memory that is allocated beyond the given tensors.
     """
 
     def __init__(self, *given: Tensor) -> None:
@@ -75,8 +75,8 @@ class Traffic(TorchDispatchMode):
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
         if name in ("mm", "addmm", "addmm_"):
-            # All of them write to memory that is there. Fake tensors would allocate it for a sum (and torch 2.11 has no
-            # wide sum of fake tensors), so they are not asked.
+            # These products write to existing memory. With fake tensors, addmm would allocate memory (and torch 2.11
+            # has no wide addmm for fake tensors), so the products are recorded but not run.
             out = args[0] if name == "addmm_" else kwargs["out"]
             *total, a, b = [value for value in args if isinstance(value, Tensor)]
             moved = _size((a, b)) + (1 + len(total)) * _size(out)
@@ -106,7 +106,7 @@ class Traffic(TorchDispatchMode):
         return sum(each.operations for each in self.products)
 
     def seconds(self, gpu: str) -> float:
-        """If every product runs at its rate, or at that of its bytes, and everything else at the memory's rate."""
+        """The time if each product is bound by its operations or its bytes, and all else by the memory's rate."""
         operations, rate = GPUS[gpu]
         return self.moved / rate + sum(max(p.operations / operations, p.bytes / rate) for p in self.products)
 
@@ -177,8 +177,9 @@ def backward(
     into: torch.dtype | None = None,
     softcap: float | None = None,
 ) -> Traffic:
-    """The backward of log-probabilities, with a bound on the rows with a gradient (or none: then the trace fails, as it
-    would read a number); with or without the weight's, which may be added to a tensor of the dtype ``into``.
+    """The backward of log-probabilities. ``active`` bounds the number of rows with a gradient; with None the trace
+    fails, since it would have to read a value. The weight has a gradient unless it is ``frozen``. With ``into``, this
+    gradient is added to a tensor of that dtype.
     """
     with _AsOnGpu():
         given = _problem(rows, width, vocabulary, softcap)
@@ -195,7 +196,7 @@ def backward(
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 WIDTHS, VOCABULARIES, ROWS = (896, 3_584), (151_936, 50_257), (4_096, 32_768)
-# What the weight's gradient is, and the bytes of an element that the backward returns.
+# For each kind of weight gradient: options of backward(), and the bytes per element of a returned gradient.
 KINDS = {
     "returned": ({}, 2), "added in float32": ({"into": torch.float32}, 0),
     "added in bfloat16": ({"into": torch.bfloat16}, 0), "frozen": ({"frozen": True}, 0),
@@ -227,7 +228,7 @@ def table(width: int, vocabulary: int) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables counted anew."""
+    """The page with recomputed tables."""
     tables = "\n".join(table(width, vocabulary) for width, vocabulary in product(WIDTHS, VOCABULARIES))
     begin, end = "<!-- tables -->\n", "<!-- end of tables -->"
     assert text.count(begin) == text.count(end) == 1

@@ -14,7 +14,7 @@ SITE = "https://SITE"  # what pages write for the address of the documentation's
 
 
 def with_links(text: str, changed: Callable[[str], str]) -> str:
-    """The text with every link changed; blocks of code have none."""
+    """The text with every link changed, except in blocks of code."""
     parts = BLOCK.split(text)
     parts[::2] = [LINK.sub(lambda link: f"]({changed(link[1])})", part) for part in parts[::2]]
     return "".join(parts)
@@ -30,7 +30,7 @@ def is_external(target: str) -> bool:
 
 
 def at_address(text: str, page: str, address: str, tag: str) -> str:
-    """The page with links that lead to the repository's files at the address, as they are at the tag."""
+    """The page with links that lead to the repository's files at this address and tag."""
 
     def changed(target: str) -> str:
         if is_external(target) or target.startswith("#"):

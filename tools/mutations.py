@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Checks that the tests detect faults: puts those of tools/mutants.py into a copy of the library, one at a time.
+"""Checks that the tests detect faults: puts the faults of tools/mutants.py into a copy of the library, one at a time.
 
-    .venv/bin/python tools/mutations.py                  all of them; continues after an interruption
-    .venv/bin/python tools/mutations.py --fresh          the same from the beginning
-    .venv/bin/python tools/mutations.py WORD ...         those whose name or file has one of these words, once more
-    .venv/bin/python tools/mutations.py --layer test     only at the strength of `make test`; or of test-all
+    .venv/bin/python tools/mutations.py                  all faults; continues after an interruption
+    .venv/bin/python tools/mutations.py --fresh          all faults, from the beginning
+    .venv/bin/python tools/mutations.py WORD ...         runs again the faults whose name or file has one of these words
+    .venv/bin/python tools/mutations.py --layer test     only at the strength of `make test`; or: --layer test-all
 
-Every fault is tried at the strength of `make test`; one that survives is tried at the strength of `make test-all`. The
+Every fault is tried at the strength of `make test`; a fault that survives is tried at that of `make test-all`. The
 report is also written to build/mutations/report.md. Exit status 1: a fault survives both and is not explained, or
 `make test` detects fewer faults than required. Exit status 2: the table is wrong, for example the old text is gone, the
 changed code does not compile, or the tests fail without the fault. A result stays valid until the entry, its file or

@@ -25,7 +25,7 @@ from d3s_kernels._page.render import LEVELS, darkest_from, shade
 
 PICTURE = ROOT / "docs" / "overview.png"
 BATCH = Path(__file__).with_name("overview_batch.json")
-KEEP, RATIO = 4, 0.1  # of 8 rollouts in the mean group, and of their tokens: as in the contest
+KEEP, RATIO = 4, 0.1  # of a group's 8 rollouts on average, and of the kept rollouts' tokens; as in the contest
 OPENED = 1, 2  # the question and the answer whose tokens are shown
 CONTEST = "TRL's update, half of the rollouts and 10% of their tokens, 0.5B"
 CONTENDERS = {
@@ -54,7 +54,7 @@ class Shown(NamedTuple):
     note: str
 
     def words(self) -> str:
-        """As a text that is kept in the picture's file: pixels change with matplotlib's releases."""
+        """The same as text. It is stored in the picture's file, because pixels change with matplotlib's releases."""
         rows = zip(self.questions, self.rewards, self.kept, strict=True)
         groups = [f"{question}: rewards {rewards}, kept {kept}" for question, rewards, kept in rows]
         tokens = [f"{token.text!r}{' kept' * token.kept} {token.shade:.1f}" for token in self.tokens]
@@ -73,7 +73,7 @@ def recorded() -> dict[str, Any]:
 def shown_of(batch: dict[str, Any], run: dict[str, Any]) -> Shown:
     question, opened = OPENED
     groups = list(batch["groups"])
-    groups.append(groups.pop(question))  # above its tokens
+    groups.append(groups.pop(question))  # the last row, above its tokens
     answers = [answer for group in groups for answer in group["answers"]]
     rewards = torch.tensor([answer["reward"] for answer in answers]).view(len(groups), -1)
     advantages = d3s.group_advantages(rewards)
@@ -86,7 +86,7 @@ def shown_of(batch: dict[str, Any], run: dict[str, Any]) -> Shown:
     scores = advantages[kept].abs().repeat_interleave(lengths) * entropy
     darkest = darkest_from(scores.tolist())
 
-    row = int(kept[:-1].sum() + kept[-1, :opened].sum())  # of the opened answer, among the kept ones
+    row = int(kept[:-1].sum() + kept[-1, :opened].sum())  # the index of the opened answer among the kept answers
     place = slice(int(ends[row] - lengths[row]), int(ends[row]))
     shades = [shade(score, darkest) / (LEVELS - 1) for score in scores[place].tolist()]
     texts = groups[-1]["answers"][opened]["tokens"]
@@ -118,7 +118,7 @@ def main() -> int:
     check = parser.parse_args().check
     shown = shown_of(recorded(), newest_on_gpu())
     if not check:
-        from overview_picture import draw  # needs matplotlib, which the check does not
+        from overview_picture import draw  # needs matplotlib, but the check does not
 
         draw(PICTURE, shown)
     wrong = words_in(PICTURE) != shown.words() or PICTURE.stat().st_size > MOST_BYTES

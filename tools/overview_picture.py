@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from overview import Shown
 
 WIDTH, MARGIN = 358, 12
-ABOVE, HEADING = 8, 22  # the room above a heading, and its own
+ABOVE, HEADING = 8, 22  # the space above a heading, and the heading's height
 SMALL, USUAL, LARGE = 9.5, 10.5, 14  # sizes of text
 LINE_OF_NOTE = 61  # letters
 LETTER = 0.602 * USUAL  # the width of each letter of DejaVu Sans Mono
 KEPT, SCORE, QUIET, GROUND, LINE = *PHASES[:2], "#59636e", "#f6f8fa", "#c4ccd4"
-HIGH, STEP = 14, 17  # of a cell or a bar, and from one to the next
+HIGH, STEP = 14, 17  # the height of a cell or a bar, and the distance from one to the next
 
 
 def draw(path: Path, shown: Shown) -> None:
@@ -44,8 +44,8 @@ def draw(path: Path, shown: Shown) -> None:
 
 
 def draw_rollouts(axes: Axes, top: float, shown: Shown) -> float:
-    """A row for each question, with a cell for each answer: whether it is right, and whether it is kept. Returns where
-    the next part can begin, as the others do.
+    """Draws a row for each question, with a cell for each answer that shows whether it is right and whether it is kept.
+    Like the other parts, returns where the next part can begin.
     """
     for question, rewards, kept in zip(shown.questions, shown.rewards, shown.kept, strict=True):
         write(axes, MARGIN, top + HIGH / 2, question, SMALL)
@@ -64,11 +64,11 @@ def cell(place: int, cells: int) -> float:
 
 
 def draw_tokens(axes: Axes, top: float, shown: Shown) -> float:
-    """The answer that a line leads to from its cell: shaded by score, the kept tokens bold and underlined."""
+    """Draws the answer to which a line leads from its cell: tokens shaded by score, kept ones bold and underlined."""
     left, lines, placed = MARGIN + 7, 1, []
     x = left
     for number, token in enumerate(shown.tokens):
-        rest = "".join(after.text for after in shown.tokens[number + 1 :]).partition(" ")[0]  # of the word
+        rest = "".join(after.text for after in shown.tokens[number + 1 :]).partition(" ")[0]  # the word's rest
         if token.text.startswith(" ") and x + len(token.text + rest) * LETTER > WIDTH - left:
             x, lines = left, lines + 1
             token = token._replace(text=token.text.lstrip() or " ")

@@ -3,7 +3,7 @@
     make smollm2                                                   # the model of the demo
     python tools/overview_record.py .venv/SmolLM2-135M-Instruct    # half a minute; needs what the demo needs
 
-The questions are those of the demo. The seed is one with a group without a right answer, of which nothing is kept.
+The questions are those of the demo. With this seed, one group has no right answer, and so none of its rollouts is kept.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def section(path: Path, run: dict[str, Any]) -> str:
 
 
 def judged_by(run: dict[str, Any]) -> str:
-    """Nothing for the results that do not say it: those of before there was a choice."""
+    """The rule by which a run was judged; empty for early results, which do not name it: there was only one rule."""
     return f", judged by {run['judged_by']}" if "judged_by" in run else ""
 
 

@@ -1,4 +1,4 @@
-"""The picture of docs/performance.md: how many times as fast ours is as what is run today, op by op."""
+"""The picture of docs/performance.md: how many times as fast our code is as the code in use today, op by op."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MASKED = "linear_logprob_entropy forward + backward, with a sampling mask"
 HEAD = "linear_logprob_entropy forward + backward, 10% of the tokens, narrow, bf16"
 TOKENS, ROLLOUTS = "topk_mask of a batch, 10%", "max_variance_select, groups"
 
-# Groups of rows, each with its name in the picture, and the contest and contender by their names in the results. What a
-# run does not have is left out.
+# Groups of rows. A row has its name in the picture, and the names of its contest and contender in the results. Rows
+# without a result in the run are left out.
 SHOWN: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "Log-probability and entropy",
@@ -103,7 +103,7 @@ def groups_of(run: dict[str, Any]) -> Groups:
 
 
 def words(heading: str, run: dict[str, Any]) -> str:
-    """What the picture shows, as a text that is kept in its file: pixels change with matplotlib's releases."""
+    """What the picture shows, as text. It is stored in the picture's file: pixels change with matplotlib's releases."""
     lines = [TITLE, heading]
     for group, rows in groups_of(run):
         lines += [f"{' '.join(group.split())}: {row.label}: {times(row.value)} {row.interval}" for row in rows]
@@ -118,7 +118,7 @@ def words_in(picture: Path) -> str | None:
     """The text kept in a PNG file, read without a library for pictures; None without a file or a text."""
     if not picture.exists():
         return None
-    content, place = picture.read_bytes(), 8  # behind the signature
+    content, place = picture.read_bytes(), 8  # after the signature
     while place < len(content):
         length, kind = struct.unpack_from(">I4s", content, place)
         key, _, text = content[place + 8 : place + 8 + length].partition(b"\0")
@@ -129,7 +129,7 @@ def words_in(picture: Path) -> str | None:
 
 
 def draw(path: Path, heading: str, run: dict[str, Any]) -> None:
-    from matplotlib.figure import Figure  # neither is needed to check the picture
+    from matplotlib.figure import Figure  # the check of the picture needs neither of these imports
     from methods.style import save
 
     groups = groups_of(run)
@@ -174,5 +174,5 @@ def draw_row(axes: Any, centre: float, row: Row) -> None:
 
 
 def beside(axes: Any, weight: str, align: str) -> dict[str, Any]:
-    """Text whose place is in shares of the axes' width, and in rows."""
+    """Options for text; its position is given as a share of the axes' width, and as a row."""
     return {"transform": axes.get_yaxis_transform(), "size": 15, "weight": weight, "ha": align, "color": INK}

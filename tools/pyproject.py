@@ -1,4 +1,4 @@
-"""The table [project] of pyproject.toml, for the other tools. Before Python 3.11 it needs tomli, or pip beside it.
+"""The table [project] of pyproject.toml, for the other tools. Before Python 3.11 it needs tomli or pip.
 
     python tools/pyproject.py test demo
 
@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     try:
-        import tomli as tomllib  # scikit-build-core brings it
+        import tomli as tomllib  # comes with scikit-build-core
     except ImportError:
         from pip._vendor import tomli as tomllib
 

@@ -1,6 +1,7 @@
 """Provides the package's description to scikit-build-core: README.md, with the addresses of the project and its site.
 
-An index of packages shows it on a page of its own, where links to files of the repository would lead nowhere.
+An index of packages shows the description on a page of its own, where links to files of the repository would lead
+nowhere.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
-sys.path.insert(0, str(TOOLS))  # scikit-build-core finds this file alone
+sys.path.insert(0, str(TOOLS))  # scikit-build-core finds only this file
 
 from links import SITE, at_address  # noqa: E402
 from pyproject import address_in  # noqa: E402

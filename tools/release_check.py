@@ -1,9 +1,9 @@
 """Says what keeps this checkout from being released; `make release-check` calls it.
 
     python tools/release_check.py                  the version in CMakeLists.txt
-    python tools/release_check.py --tag v0.2.0     also, that this tag is the version's
+    python tools/release_check.py --tag v0.2.0     also checks that this tag is that of the version
 
-It says all that is wrong at once, a line for each, with exit status 1.
+It prints all problems together, one per line; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def changes(root: Path) -> Iterator[str]:
 
 
 def results_are_missing(root: Path) -> Iterator[str]:
-    """Of README.md all that is named; of the pages of results that it names, what these name."""
+    """Names missing files: those that README.md names, and those that its pages of results name in turn."""
     pages = [Path("README.md")]
     for page in pages:
         for name in named(root / page):
@@ -75,7 +75,7 @@ def results_are_missing(root: Path) -> Iterator[str]:
 
 
 def named(page: Path) -> list[str]:
-    """The files that a page links to, and the files of results that it names in code."""
+    """The files that a page links to, and the files of results that it names in inline code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     links = (target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target)
     in_code = re.findall(r"`((?:[\w.-]+/)*results/[\w./-]+)`", text)

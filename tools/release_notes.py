@@ -17,7 +17,7 @@ NOTES = "docs/release-notes.md"
 
 
 def notes_of(root: Path, version: str) -> str:
-    """What stands below the heading of the version, up to the next one; empty if there is no such heading."""
+    """The text from the heading of the version up to the next heading; empty if the version has no heading."""
     text = (root / NOTES).read_text(encoding="utf-8")
     found = re.search(rf"^## {re.escape(version)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return found[1].strip() if found else ""

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What the selection kernels launch on an H100, counted without one: the table of docs/gpu.md.
+"""Counts what the selection kernels launch on an H100, without an H100: the table of docs/gpu.md.
 
-    .venv/bin/python tools/selection_counts.py EMULATED CUDA    writes it; a test compares
+    .venv/bin/python tools/selection_counts.py EMULATED CUDA    writes the table; a test checks it
 
 EMULATED is the emulated library, whose launches are counted without running the kernels; CUDA is the CUDA library, for
 compute capability 9.0, whose machine code has the registers.
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "binaries")]
 
-MULTIPROCESSORS, THREADS, REGISTERS, SHARED, BLOCKS = 132, 2048, 65_536, 228 << 10, 32  # of an H100; of each of them
+MULTIPROCESSORS, THREADS, REGISTERS, SHARED, BLOCKS = 132, 2048, 65_536, 228 << 10, 32  # per multiprocessor, of 132
 
 # The kernel of a launch: a part of its mangled name, for float32.
 KERNELS = {
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Selections of the sizes that people have. The kernels do not run, so the values do not matter."""
+    """Selections of realistic sizes. The kernels do not run, so the values do not matter."""
     import torch
 
     import d3s_kernels as d3s
@@ -77,7 +77,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def launches() -> dict[str, list[Launch]]:
-    """Runs in a process of its own, in which the emulated kernels replace the CPU's."""
+    """The launches of each call. This runs in a process of its own, in which the emulated kernels replace the CPU's."""
     import emulated_cuda  # noqa: F401
 
     library = ctypes.CDLL(os.environ["D3S_EMULATED_LIBRARY"])
@@ -102,7 +102,7 @@ def counted(emulated: Path) -> dict[str, list[Launch]]:
 
 
 def resident(launch: Launch, registers: int) -> int:
-    """How many blocks share a multiprocessor."""
+    """How many blocks of this launch run on a multiprocessor at the same time."""
     warps = launch.threads // 32
     by_registers = REGISTERS // (warps * -(-registers * 32 // 256) * 256)
     by_shared = SHARED // (-(-(launch.shared + 1024) // 128) * 128)

@@ -3,8 +3,8 @@
     python tools/site_pages.py build/pages
 
 The pages are written for a code host, where a link may lead to any file of the repository. In the copies made here, a
-link leads to a page of the site where the file is one, and otherwise to the file at the project's address. Every page
-that another one links to is on the site. The navigation is read from the tables of docs/index.md.
+link leads to a page of the site if its target is on the site, and otherwise to the file at the project's address. Every
+page that another page links to is on the site. The navigation is read from the tables of docs/index.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ API_PAGES = (
 )  # fmt: skip
 
 Places = dict[PurePosixPath, PurePosixPath]
-"""Where each file of the repository is on the site."""
+"""For each file of the repository, its path on the site."""
 
 
 def main(folder: Path) -> None:
@@ -89,7 +89,7 @@ def resolved(target: str, file: PurePosixPath) -> PurePosixPath:
 
 
 def on_site(target: str, file: PurePosixPath, places: Places, address: str) -> str:
-    """The link that the site has instead of ``target``, which stands on the page ``file``."""
+    """The site's replacement for the link ``target`` on the page ``file``."""
     if is_external(target) or target.startswith("#"):
         return target
     found = resolved(target, file)
@@ -106,11 +106,11 @@ def on_site(target: str, file: PurePosixPath, places: Places, address: str) -> s
 class Menu(NamedTuple):
     caption: str
     entries: list[tuple[str | None, str]]
-    """A title, or None for the page's own, and a page or an address."""
+    """For each entry: a title, or None for the page's own title; and a page or an address."""
 
 
 def all_menus(places: Places, address: str) -> dict[PurePosixPath, list[Menu]]:
-    """The menus of the start page, and those of pages that have others below them."""
+    """The menus of the start page, and of pages that have other pages below them."""
     menus = [Menu("", [("All pages", page(places[CONTENTS])), ("Source", address)])]
     below: dict[PurePosixPath, list[Menu]] = {}
     for caption, rows in sections(read(CONTENTS)):
@@ -138,7 +138,7 @@ def sections(contents: str) -> Iterator[tuple[str, list[list[tuple[str, str]]]]]
 
 
 def others(places: Places, menus: list[Menu]) -> list[tuple[str | None, str]]:
-    """The pages that no menu has: records of measurements and experiments, to which pages link."""
+    """The pages that are in no menu: records of measurements and experiments, to which other pages link."""
     listed = {target for menu in menus for _, target in menu.entries} | {page(places[START])}
     pages = sorted(page(place) for place in places.values() if place.suffix == ".md")
     return [(None, target) for target in pages if target not in listed]

@@ -7,10 +7,10 @@
     python tools/wheel.py set-up     d3s_kernels-X.Y.Z-...: what `make setup` has built, for the tests
 
 The wheel is built against the torch of the Python that runs this script, and runs on every torch >= 2.11 and on every
-Python: it holds a compiled module for each Python from 3.10 on that is found here (on PATH, or named by --pythons), and
-on others the same facts come from the CPU library. The installed packages do not change. auditwheel computes the
-platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs on. On macOS,
-MACOSX_DEPLOYMENT_TARGET says for which release, and there is no CUDA.
+Python: it holds a compiled module with facts about the build for each Python from 3.10 on that is found here (on PATH,
+or named by --pythons). For other Pythons, these facts come from the CPU library. The installed packages do not change.
+auditwheel computes the platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs
+on. On macOS, MACOSX_DEPLOYMENT_TARGET is the oldest release that the wheel supports, and there is no CUDA.
 
 With --aarch64 FOLDER the wheel is for aarch64, compiled by g++-aarch64-linux-gnu against an unpacked torch for it. It
 has no module for a Python. With CUDA, the toolkit needs its part for aarch64, targets/sbsa-linux.
@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_CUDA = (12, 8)  # the first version that compiles for compute capabilities 10.0 and 12.0
 OLDEST_PYTHON, NEWEST_PYTHON = 10, 15  # minor versions that are looked for
-# Prints the version, and fails where a module cannot be compiled for it or its threads run without a lock.
+# Prints a Python's version. Fails if no module can be compiled for it, or if its threads run without a global lock.
 USABLE = """
 import os, sys, sysconfig
 assert os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
@@ -89,7 +89,7 @@ def check_toolkit(cuda: str) -> tuple[Path, str]:
 
 
 def pythons(named: list[str]) -> dict[int, str]:
-    """Interpreters to compile a module for, by minor version: those that are named, and those on PATH.
+    """Interpreters to compile a module for, by minor version: the named interpreters, and those on PATH.
 
     The Python that runs this script is left out, because its module is built anyway.
     """
@@ -106,7 +106,7 @@ def pythons(named: list[str]) -> dict[int, str]:
 
 
 def build_folder(local: str, toolkit: str) -> Path:
-    """The folder for building the wheel. It is emptied if another toolkit was used: CMake would keep using that one."""
+    """The folder for building the wheel. It is emptied if the toolkit has changed: CMake would keep the old toolkit."""
     work = ROOT / "build" / f"wheel-{local}"
     stamp = work / "toolkit.txt"
     if not stamp.is_file() or stamp.read_text() != toolkit:
@@ -159,8 +159,8 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], 
     }
     if nvcc:
         environment["CUDACXX"] = str(nvcc)
-        environment.pop("CUDAARCHS", None)  # CMake would take it for all GPUs
-        settings.append("cmake.define.D3S_GPUS=all")  # also beside a GPU
+        environment.pop("CUDAARCHS", None)  # CMake would use it instead of all GPUs
+        settings.append("cmake.define.D3S_GPUS=all")  # even if this machine has a GPU
     if arm_torch:
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'tools' / 'aarch64.cmake'}")
         settings.append(f"cmake.define.D3S_TORCH_ROOT={arm_torch.resolve()}")
@@ -185,7 +185,7 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], 
 
 
 def contents(wheel: Path) -> list[str]:
-    """What the files of the wheel cost, and the Pythons that it has a module for."""
+    """Lines with the sizes of the wheel's files, and with the Pythons that it has a module for."""
     files = zipfile.ZipFile(wheel).infolist()
     libraries = [file for file in files if file.filename.endswith(".so")]
     lines = [
@@ -212,7 +212,7 @@ def architectures(wheel: Path) -> dict[str, int]:
     while (begin := library.find(struct.pack("<I", MAGIC), begin + 1)) >= 0:
         _, version, header, size = FAT_BINARY.unpack_from(library, begin)
         if version != 1:
-            continue  # the same four bytes in something else
+            continue  # these four bytes are part of something else
         at = begin + header
         while at < begin + header + size:
             kind, _, own_header, own_size, capability = ENTRY.unpack_from(library, at)

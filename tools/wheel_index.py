@@ -3,8 +3,9 @@
 
     python tools/wheel_index.py dist simple --address https://…/releases/download
 
-Without --address the wheels are copied into the index, which can then be served, or used as file://…/simple. With it,
-the index has links alone: dist/v0.2.0/x.whl is at …/download/v0.2.0/x.whl. `make wheel-index` calls it for dist/.
+Without --address the wheels are copied into the index, which can then be served, or used as file://…/simple. With
+--address, the index has only links: dist/v0.2.0/x.whl is at …/download/v0.2.0/x.whl. `make wheel-index` calls this
+script for dist/.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How a page of selected tokens is made: the text of each token, the HTML, and its style."""
+"""Makes a page of selected tokens: the text of each token, the HTML, and the style."""

@@ -29,7 +29,7 @@ def brief(value: Any) -> str:
 def completion_texts(
     completions: Tensor | Sequence[Sequence[str]], mask: Tensor | None, tokenizer: Any
 ) -> tuple[list[list[str]], list[list[bool]]]:
-    """The text of each token of each completion, and whether the mask counts it."""
+    """For each completion, the text of each token, and whether the mask counts the token."""
     if not isinstance(completions, Tensor):
         if not is_list(completions) or not all(is_list(row) for row in completions):
             raise TypeError(f"completions: got {brief(completions)}; {_TAKES}")
@@ -57,7 +57,7 @@ def completion_texts(
 
 
 def _counts(mask: Tensor | None, lengths: list[int]) -> list[list[bool]]:
-    """The mask of each completion's tokens; True everywhere without one."""
+    """For each completion, whether each token counts; True everywhere if ``mask`` is None."""
     if mask is None:
         return [[True] * length for length in lengths]
     if not isinstance(mask, Tensor):
@@ -74,7 +74,7 @@ def _counts(mask: Tensor | None, lengths: list[int]) -> list[list[bool]]:
 
 
 def per_rollout(name: str, value: Tensor | None, count: int, dtype: Dtype) -> list[Any]:
-    """The value of each rollout; None for each where the argument is None."""
+    """One value for each rollout; all are None if the argument is None."""
     if value is None:
         return [None] * count
     value = _checked(name, value, dtype)
@@ -84,8 +84,8 @@ def per_rollout(name: str, value: Tensor | None, count: int, dtype: Dtype) -> li
 
 
 def per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], dtype: Dtype) -> list[list[Any]]:
-    """The values of each rollout's tokens; none for a dropped rollout, whose length is 0. ``value`` has a row for each
-    rollout, or for each kept one.
+    """For each rollout, the values of its tokens. ``value`` has a row for each rollout, or for each kept rollout. A
+    rollout without a row gets an empty list.
     """
     value = _checked(name, value, dtype)
     longest, every, some = max(lengths, default=0), len(kept), sum(kept)

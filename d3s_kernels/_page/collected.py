@@ -13,7 +13,7 @@ from .text import decoder, token_texts
 
 
 class CollectedRollouts:
-    """What a page shows of rollouts, as CPU tensors, keyed by the rollout's index in the step's batch."""
+    """The data of rollouts that a page shows: CPU tensors, keyed by the rollout's index in the step's batch."""
 
     def __init__(self) -> None:
         self.generated: dict[int, tuple[Sequence[int], Sequence[int], Tensor, float]] = {}
@@ -22,7 +22,7 @@ class CollectedRollouts:
     def add_generated(
         self, place: int, prompt: Sequence[int], completion: Sequence[int], counts: Tensor, advantage: float
     ) -> None:
-        """Adds a rollout, before any is dropped: its token ids, which of its tokens are in the loss, its advantage."""
+        """Adds a rollout before any rollout is dropped: its token ids, which tokens are in the loss, its advantage."""
         self.generated[place] = prompt, completion, counts, advantage
 
     def add_trained(self, place: int, kept: Tensor, entropy: Tensor, advantage: float) -> None:
@@ -32,7 +32,7 @@ class CollectedRollouts:
         self.trained[place] = kept, entropy, advantage
 
     def arguments(self, group: int, tokenizer: Any) -> dict[str, Any]:
-        """The arguments of :func:`d3s_kernels.selection_page` but its title, for groups of this size."""
+        """The arguments of :func:`d3s_kernels.selection_page`, without the title, for groups of this size."""
         places = sorted(self.generated)
         rollouts = [self.generated[place] for place in places]
         prompts, completions, masks, advantages = (list(column) for column in zip(*rollouts, strict=True))

@@ -24,7 +24,7 @@ class Rollout(NamedTuple):
     advantage: float | None
     kept: bool
     scores: list[float]
-    entropies: list[float]  # NaN where it is not known
+    entropies: list[float]  # NaN if not measured
     kept_tokens: list[bool]
 
 
@@ -32,8 +32,9 @@ def page(title: str, formula: str, prompts: Sequence[str], rollouts: Sequence[Ro
     """The whole page. A rollout with more than ``longest`` tokens is shown without its middle.
 
     Args:
-        formula: the scores' formula, or "" if not known.
-        rollouts: the same number for each prompt, in their order.
+        formula: the scores' formula, or "" if it is not known.
+        rollouts: the rollouts of all prompts, in the order of the prompts; every prompt has the same number of
+            rollouts.
     """
     top = darkest_from(
         score
@@ -63,7 +64,7 @@ def page(title: str, formula: str, prompts: Sequence[str], rollouts: Sequence[Ro
 
 
 def darkest_from(scores: Iterable[float]) -> float:
-    """The lowest score with the darkest shade: the 99th percentile of positive scores. If it were their maximum, one
+    """The lowest score with the darkest shade: the 99th percentile of positive scores. With the maximum instead, one
     very large score would make all others pale.
     """
     positive = sorted(score for score in scores if 0 < score < math.inf)
@@ -102,9 +103,9 @@ def _legend(formula: str, top: float) -> str:
 
 
 def _rollout(rollout: Rollout, place: int, top: float, longest: int) -> str:
-    """A kept rollout with a shade for each token, or a dropped one as folded text."""
+    """A kept rollout with a shade for each token, or a dropped rollout as folded text."""
     count = len(rollout.texts)
-    head, tail, cut = count, count, ""  # the first ``head`` tokens are shown, and those from ``tail`` on
+    head, tail, cut = count, count, ""  # the first ``head`` tokens are shown, and all tokens from ``tail`` on
     if count > longest:
         head, tail = longest - longest // 2, count - longest // 2
         kept = f", {sum(rollout.kept_tokens[head:tail]):,} of them kept" if rollout.kept else ""

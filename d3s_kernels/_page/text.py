@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
+UNFINISHED = "\ufffd"  # the text that a tokenizer returns for an incomplete character
 NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
 _LONGEST_CHARACTER = 4  # bytes; a longer run of unfinished tokens is invalid UTF-8
 
@@ -23,18 +23,20 @@ _INVISIBLE = re.compile(f"[{_WITHIN_WORDS}]*")
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """The tokenizer's function from token ids to text, with special tokens and all spaces."""
+    """The tokenizer's function from token ids to text; the text keeps special tokens and all spaces."""
     return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it. Concatenated, they give the decoded text, except invalid UTF-8.
+    """For each token, the text that it adds to the text so far. Joined, these are the decoded text, except invalid
+    UTF-8.
 
-    A character whose bytes span several tokens is the text of the last of them; the others have no text. Each token is
-    decoded together with the one before it, since some tokenizers drop a space at the start of a text.
+    If the bytes of a character span several tokens, the character is the text of the last of these tokens, and the
+    others have no text. Each token is decoded together with the token before it, since some tokenizers drop a space at
+    the start of a text.
     """
     texts: list[str] = []
-    first = done = 0  # tokens are decoded from ``first`` on; the texts of the tokens before ``done`` are known
+    first = done = 0  # decoding starts at token ``first``; the tokens before ``done`` already have their texts
     for end in range(1, len(token_ids) + 1):
         before, text = decode(list(token_ids[first:done])), decode(list(token_ids[first:end]))
         last = end == len(token_ids) or end - done >= _LONGEST_CHARACTER
@@ -54,6 +56,6 @@ def as_html(text: str) -> str:
 
 
 def token_as_html(text: str) -> str:
-    """As :func:`as_html`, for a single token: something is visible even of a line break, a joiner or an empty text."""
+    """As :func:`as_html`, but for a single token: even a line break, a joiner or an empty text becomes visible."""
     shown = as_html(text).replace("\n", "\u21b5\n")
     return NO_TEXT + shown if _INVISIBLE.fullmatch(shown) else shown

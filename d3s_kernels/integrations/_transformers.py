@@ -1,4 +1,4 @@
-"""What the trainers that are built on transformers' ``Trainer`` share: option checks, rewards, processes and budget."""
+"""Code shared by the trainers that are built on transformers' ``Trainer``: options, rewards, processes and budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_token_options(options: Any, section: str = "") -> None:
 
     Raises:
         ValueError: an implied option was set to another value; or the rule "entropy_quantile" with options that it does
-            not support, or with several processes, since each would use its own quantile.
+            not support, or with several processes, since each process would use its own quantile.
     """
     share = options.top_entropy_quantile
     if share < 1:
@@ -48,7 +48,9 @@ def check_token_options(options: Any, section: str = "") -> None:
 
 
 def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over functions of rewards ``[rollouts, functions]``. NaN means no reward; all NaN gives NaN."""
+    """The weighted sum of rewards ``[rollouts, functions]`` over the functions. NaN means no reward, and is skipped; a
+    rollout with only NaN gets NaN.
+    """
     total = (by_function * weights.to(by_function.device)).nansum(dim=1)
     return total.masked_fill(by_function.isnan().all(dim=1), torch.nan)
 
@@ -70,7 +72,7 @@ class RunWithBudget:
     state: Any
     num_generations: int
     _selection: Selection
-    _draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
+    _draws: tuple[int, torch.Generator] | None = None  # the step, and the step's generator for the rule "random"
 
     @property
     def _process_group(self) -> ProcessGroup | None:
@@ -79,7 +81,7 @@ class RunWithBudget:
 
     @property
     def _multiple(self) -> int:
-        """The number of kept rows is a multiple of this, so that all micro-batches of all processes have equal size."""
+        """The number of kept rows must be a multiple of this, so that all processes' micro-batches have equal size."""
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property
@@ -91,7 +93,9 @@ class RunWithBudget:
         return self._selection.budget(self._progress, self.num_generations)
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
-        """For the rule "random": a generator seeded with the step, so the same on all processes and after a resume."""
+        """For the rule "random": a generator seeded with the step, so it is the same on all processes and after a
+        resume.
+        """
         step = self.state.global_step
         if self.args.rollout_rule != "random":
             return None

@@ -31,7 +31,8 @@ EVERY_PHASE = -2
 
 @dataclass(frozen=True, eq=False)
 class RolloutPlan(Generic[Array]):
-    """The result of :func:`plan_rollouts`. Arrays are int64, one number per query, of the same kind as ``successes``.
+    """The result of :func:`plan_rollouts`. Arrays are int64, with one value per query, and of the same kind as
+    ``successes``.
 
     Attributes:
         group_size: rollouts of the query; 0 if it is not trained on; ``EVERY_PHASE`` (-2) for a kept unsolved query,
@@ -78,7 +79,7 @@ def plan_rollouts(
     p is never rounded: 7 of 10 is not above 0.7. The paper profiles with 8 samples at one temperature, and has buckets
     for powers of two. These rules cover what the paper leaves open:
 
-    - Other numbers of samples and other sizes use the same two comparisons, with exact fractions.
+    - Other sample counts and other group sizes use the same comparisons of p, with exact fractions.
     - The number of kept unsolved queries is ``keep_unsolved`` times the number of unsolved ones, rounded half up. They
       are drawn with ``seed`` once for all phases.
     - A group size without a query has no phase. If every query is trivial or unsolved, there is no phase at all: kept
@@ -86,7 +87,8 @@ def plan_rollouts(
 
     Args:
         successes: ``[queries]``, whole numbers: a tensor or NumPy array of any integer dtype.
-        samples: the number of samples, at least 1: one number for all, or ``[queries]`` of the kind of ``successes``.
+        samples: the number of samples, at least 1: one number for all queries, or ``[queries]`` of the kind of
+            ``successes``.
         trivial_above: in [0, 1].
         keep_unsolved: in [0, 1].
         group_sizes: whole numbers of at least 2, ascending: in a group of one the advantage is always 0.
@@ -191,7 +193,7 @@ def _like(kind: Array, values: list[int]) -> Array:
 
 
 def shuffled(count: int, *key: object) -> Tensor:
-    """The numbers below ``count``, int64, in a random order seeded by ``key``.
+    """The integers from 0 to ``count`` - 1, as int64, in a random order seeded by ``key``.
 
     A restart needs the same order again, perhaps under newer libraries. Python guarantees the same numbers from
     ``random()`` in every release; torch and NumPy give no such guarantee for their permutations.

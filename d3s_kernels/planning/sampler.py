@@ -21,11 +21,11 @@ class PlanSampler(Sampler[int]):
 
     One pass is the whole curriculum: ``epochs`` times the queries of phase 0, then those of phase 1, and so on. The
     order depends only on ``seed``, phase and epoch, and is the same on every machine. A pass begins at the first row.
-    After ``load_state_dict`` the next pass continues at the saved row; if that was the end, it has no rows.
+    After ``load_state_dict`` the next pass continues at the saved row; if that was the end, the next pass has no rows.
 
-    With ``batch_size`` the number of rows of each phase is a multiple of it. So batches of that size, as the loader
-    makes them, never mix two phases. No row is dropped: the last batch of a phase is filled with the first queries of
-    one more epoch, which are served once more.
+    With ``batch_size``, the number of rows of each phase is a multiple of ``batch_size``. So the loader's batches of
+    that size never mix two phases. No row is dropped: the last batch of a phase is filled with the first queries of one
+    more epoch. These queries are served once more than the others.
 
     **The position of a pass** is the number of rows it has served, and ``state_dict()`` saves it. torchdata's
     StatefulDataLoader (used by verl) saves the position of the batch that the trainer has, even if its workers have
@@ -37,7 +37,8 @@ class PlanSampler(Sampler[int]):
 
     Args:
         plan: with at least one phase.
-        epochs: how often each phase serves its queries, at least once: a number, or one for each phase.
+        epochs: how often each phase serves its queries, at least once: one number for all phases, or one for each
+            phase.
         seed: any whole number.
         repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout
             (TRL's RepeatSampler), instead of once.
@@ -112,7 +113,7 @@ class PlanSampler(Sampler[int]):
         self._continues = False
 
     def __len__(self) -> int:
-        """The rows of a complete pass, even if the next pass continues in the middle."""
+        """The number of rows of a complete pass, even if the next pass continues in the middle."""
         return self._ends[-1]
 
     def __iter__(self) -> Iterator[int]:
@@ -162,7 +163,7 @@ class PlanSampler(Sampler[int]):
 
     def _serve(self, row: int) -> Iterator[int]:
         """The queries from ``row`` on."""
-        self._continues = False  # only when the first row is read: loaders make iterators that they never read
+        self._continues = False  # when the first row is read, since loaders also make iterators that they never read
         for phase, (begin, end) in enumerate(zip(self.starts, self._ends, strict=True)):
             queries, repeats = self._queries[phase], self._repeats[phase]
             while row < end:

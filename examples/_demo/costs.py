@@ -14,8 +14,8 @@ _PROCESS = Path("/proc/self")  # on Linux
 
 
 class Costs:
-    """Seconds of named stages, and the peak of the memory beyond what was in use when the stage began, in bytes: on a
-    GPU of torch's allocator, on a CPU of the process. None where the system does not tell.
+    """Seconds of named stages, and each stage's peak memory, in bytes, beyond the memory in use when it began. On a GPU
+    this is the memory of torch's allocator, on a CPU that of the process. None if the system does not report it.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class Costs:
 
 
 def _start_again() -> int | None:
-    """Begins a new peak. Returns the bytes in use."""
+    """Resets the peak. Returns the bytes in use."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory that is used again would not be seen
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise the peak would not show freed memory that is used again
     try:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:

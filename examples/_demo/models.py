@@ -23,9 +23,9 @@ from transformers import (
 
 from .problems import GAINS, LOSSES, NAMES, THINGS, Problem, draw
 
-LARGEST = 20  # number that the tiny model has a token for
+LARGEST = 20  # the largest number that the tiny model has a token for
 STEPS, ROWS = 250, 64  # of its training
-GUESSES = 0.6  # share of the answers that it is trained on which guess the result
+GUESSES = 0.6  # share of the training answers that guess the result
 
 
 def from_folder(folder: Path) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ def made_here(seed: int, advance: Callable[[], None], steps: int = STEPS) -> tup
 
 
 def words_as_tokens() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each word of the problems, which gives the model the last message of a chat."""
+    """A tokenizer with a token for each word of the problems. Of a chat, it gives the model only the last message."""
     every = [Problem(name, thing, verb, 2, 1) for name in NAMES for thing in THINGS for verb in (*GAINS, *LOSSES)]
     text = " ".join(f"{problem.question} {problem.solution}" for problem in every)
     numbers = map(str, range(LARGEST + 1))

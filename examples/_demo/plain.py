@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 8  # of a forward: the logits of all rows at once would need much memory
+ROWS = 8  # per forward, since the logits of all rows together would need much memory
 
 
 def gradient(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     """The gradient of minus the mean of advantage * log-probability over the kept tokens of a batch.
 
-    It is that of GRPO's loss over the kept tokens, since in the first update after a generation all ratios are 1.
+    GRPO's loss over the kept tokens has this gradient: in the first update after a generation, all ratios are 1.
     """
     kept, advantages = batch["d3s_kept"], batch["advantages"]
     tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

@@ -22,12 +22,12 @@ from .problems import draw
 from .rollouts import Recorded, record
 
 PROMPTS, GROUP, LENGTH = 2, 8, 28  # problems, answers to each, tokens of an answer at most
-# The paper's schedule goes from 8 of 32 rollouts and 5 % of their tokens to all 32 and 20 %. This is it for 8 rollouts.
+# The paper's schedule, from 8 of 32 rollouts and 5 % of their tokens to all 32 and 20 %, scaled to 8 rollouts.
 SCHEDULE = d3s.DownSamplingSchedule(d3s.Budget(GROUP // 4, 0.05), d3s.Budget(GROUP, 0.20))
 WHEN = {"start": 0.0, "middle": 0.5, "end": 1.0}
-CHECKED = ("start", "middle")  # against plain PyTorch, which takes as long as an update of GRPO at the end
+CHECKED = ("start", "middle")  # compared with plain PyTorch, which at the end would take as long as GRPO's update
 
-# Seconds of the stages: of SmolLM2 with the seed 1, on two cores of an Intel Xeon with AVX-512.
+# Seconds of the stages, with SmolLM2 and the seed 1, on two cores of an Intel Xeon with AVX-512.
 SECONDS = {
     "making and training a tiny model": 0,  # not with SmolLM2
     "loading the model": 1,
@@ -110,7 +110,7 @@ def updates(
 
 
 def page(recorded: Recorded, point: report.Point, tokenizer: Any) -> str:
-    """What an update was made of, as a page."""
+    """A page that shows what an update was made of."""
     batch = {name: value.cpu() for name, value in point.update.batch.items()}
     advantages = d3s.group_advantages(recorded.rewards)
     kept = d3s.select_rollouts(advantages, SCHEDULE(WHEN[point.when]).rollouts)
@@ -136,7 +136,7 @@ class Work:
         columns = TextColumn("{task.description:64}"), BarColumn(None), TimeElapsedColumn()
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("", total=sum(SECONDS.values()))
-        self._end = 0.0  # of the stage that runs
+        self._end = 0.0  # of the current stage
         self._part = 0.0
 
     def __enter__(self) -> Work:
@@ -147,7 +147,7 @@ class Work:
         self._bar.stop()
 
     def begin(self, what: str, parts: int = 1) -> None:
-        """Begins a stage of `SECONDS`; the one before it has ended."""
+        """Begins a stage of `SECONDS`, and so ends the previous stage."""
         seconds = SECONDS[what]
         took = f" (SmolLM2: {seconds} s on two Xeon cores)" if seconds else ""
         self._bar.update(self._task, description=f"{what}{took}", completed=self._end)

@@ -1,7 +1,7 @@
 """One thread, or one for each core: whichever is faster here.
 
-On a shared machine two threads can take longer than one: both wait at the end of each product, and for as long as the
-host has given one of the cores to somebody else.
+On a shared machine two threads can take longer than one. At the end of each product, each waits for the other, even
+while the host has given one of the cores to somebody else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 ROUNDS = 9
-ROWS, WIDTH, WIDER = 512, 576, 1536  # of a product: some tokens, in a layer of SmolLM2
+ROWS, WIDTH, WIDER = 512, 576, 1536  # the shapes of a product: some tokens, in a layer of SmolLM2
 
 
 def take_the_faster() -> str:

@@ -22,19 +22,19 @@ from .problems import is_right
 from .rollouts import Recorded
 
 SCORING, UPDATE = "scoring", "update"
-MICRO_BATCHES = 2  # the rollouts of a generation batch are a multiple of it, also those that D3S keeps
+MICRO_BATCHES = 2  # all rollouts of a generation batch, and those that D3S keeps, are a multiple of it
 
 
 @dataclass(frozen=True)
 class Update:
-    batch: dict[str, Tensor]  # what the trainer trained on: the rollouts that were kept, with the marks of the tokens
+    batch: dict[str, Tensor]  # the batch that the trainer trained on: the kept rollouts, with a mask of the kept tokens
     gradient: list[Tensor]
     costs: Costs
     logged: dict[str, float]
 
 
 def grpo(model: Any, tokenizer: Any, recorded: Recorded, advance: Callable[[], None], our_head: bool = False) -> Update:
-    """The update with TRL's LM head, or with ours: so much of what is saved is the head's, whatever is selected."""
+    """GRPO's update with TRL's LM head, or with ours. The difference is what our head saves without any selection."""
     with d3s_head() if our_head else contextlib.nullcontext():
         return _update(GRPOTrainer, GRPOConfig, {}, model, tokenizer, recorded, advance)
 

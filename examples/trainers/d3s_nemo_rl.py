@@ -1,7 +1,7 @@
 """NeMo-RL: its policy is trained on the rollouts that D3S keeps, and its loss on their chosen tokens.
 
 Copy this file to a folder on the PYTHONPATH, add d3s_kernels to NeMo-RL's ``pyproject.toml``, since workers have
-environments of their own, and change a copy of its ``examples/run_grpo.py``. Each change is of use alone; the
+environments of their own, and change a copy of its ``examples/run_grpo.py``. Each change is useful alone. The
 signatures were read at 7ea279a, 2026-08-22::
 
     options = {"rollouts_start": 8, "rollouts_end": 8, "token_ratio_start": 0.2, "token_ratio_end": 0.2}
@@ -54,7 +54,7 @@ def keep_rollouts(data: Any, group_size: int, multiple_of: int, **options: Any) 
     for name, size in (("group_size", group_size), ("multiple_of", multiple_of)):
         require(size > 0 and rows % size == 0, name, size, f"a divisor of {rows}, the rows")
     of_tokens, mask = data["advantages"], (data["token_mask"] * data["sample_mask"].unsqueeze(-1)).bool()
-    advantages = of_tokens.gather(1, mask.int().argmax(dim=1, keepdim=True))  # at the first token
+    advantages = of_tokens.gather(1, mask.int().argmax(dim=1, keepdim=True))  # that of the first token in the mask
     same = not ((of_tokens != advantages) & mask).any()
     require(same, "advantages", "different ones for the tokens of a rollout", "one for each rollout")
     advantages, has_tokens = advantages.view(-1, group_size), mask.any(dim=1).view(-1, group_size)
@@ -63,10 +63,10 @@ def keep_rollouts(data: Any, group_size: int, multiple_of: int, **options: Any) 
 
 
 class D3SLoss(ClippedPGLossFn):
-    """NeMo-RL's loss, with the gradient of the chosen tokens alone. Its value and metrics are those of all tokens.
+    """NeMo-RL's loss, with the gradient of the chosen tokens alone. Its value and its metrics cover all tokens.
 
-    It takes logits: one pass over them gives exact entropies, and the log-probabilities. Tokens are chosen from the
-    micro-batch of a rank.
+    The loss takes logits: one pass over them gives exact entropies, and the log-probabilities. Tokens are chosen from
+    the micro-batch of a rank.
 
     Args:
         config, policy: NeMo-RL's ``config.loss_fn`` and ``config.policy``.
@@ -111,7 +111,7 @@ class D3SLoss(ClippedPGLossFn):
         """
         labels = data["input_ids"][:, 1:].to(logits.device)
         logits = logits[:, : labels.shape[1]]  # Megatron pads sequences
-        columns = ()  # the first one of this rank, and the ranks that share them
+        columns = ()  # the first column of this rank, and the group of ranks that share the columns
         if self.megatron:
             mpu = import_module("megatron.core.parallel_state")
             columns = mpu.get_tensor_model_parallel_rank() * logits.shape[-1], mpu.get_tensor_model_parallel_group()

@@ -26,12 +26,12 @@ import d3s_kernels as d3s
 
 PREFIX = "--d3s."
 TAKEN = ("rollouts_start", "rollouts_end", "rollout_rule", "rollout_scope")
-# Estimators whose advantages are rewards minus the mean of their group, and what each divides by.
+# Estimators whose advantages are rewards minus the mean of their group, and what each estimator divides by.
 SCALES = {"group_norm": "group", "dr_grpo": "none", "rloo": "none", "reinforce_baseline": "none"}
 
 
 def parse_args(parser: ArgumentParser) -> Namespace:
-    """OpenRLHF's arguments of the command line, with those that begin with ``--d3s.`` as a section "d3s" of them.
+    """OpenRLHF's command-line arguments. The arguments that begin with ``--d3s.`` are in a section "d3s".
 
     Raises:
         ValueError: an unknown option of D3S, or a bad value; the message names it.
@@ -106,7 +106,7 @@ class D3SActorGroup(RayActorGroup):
         super().__init__(*given, **named)
 
     def async_run_method_batch(self, method_name: str, **values: Any) -> list[Any]:
-        """As RayActorGroup's. Trainers hand experiences over with ``append``, when these have their advantages."""
+        """As RayActorGroup's. Trainers hand experiences over with ``append``, once these have their advantages."""
         if method_name == "append":
             values["experience"] = self.kept(values["experience"])
         return super().async_run_method_batch(method_name, **values)

@@ -6,10 +6,10 @@ to ``src/prime_rl/orchestrator/algo/d3s.py``, and add a configuration to ``prime
     class D3SAlgoConfig(GRPOAlgoConfig):
         type: Literal["d3s"] = "d3s"
         selection: dict[str, Any] = {}  # options of d3s_kernels.Selection
-        steps: int | None = None  # of the training, for a number of rollouts that changes
+        steps: int | None = None  # of the training; needed if the number of rollouts changes
 
-which the union ``AlgoConfig`` there then also has, and ``"d3s": D3SAlgorithm`` to ``ALGORITHM_CLASSES`` in
-``prime_rl.orchestrator.algo``. A run has it with::
+Add this class to the union ``AlgoConfig`` there too, and ``"d3s": D3SAlgorithm`` to ``ALGORITHM_CLASSES`` in
+``prime_rl.orchestrator.algo``. A run uses the algorithm with::
 
     [orchestrator.algo]
     type = "d3s"
@@ -21,7 +21,7 @@ which the union ``AlgoConfig`` there then also has, and ``"d3s": D3SAlgorithm`` 
     rollouts_end = 1.0
 
 Keep ``orchestrator.train.filter_zero_advantages`` on, which is prime-rl's default: dropped rollouts have the advantage
-0, and it leaves them out before they are sent to the trainer. The signatures were read at 559b447, 2026-08-21.
+0, and the filter leaves them out before they are sent to the trainer. The signatures were read at 559b447, 2026-08-21.
 """
 
 from __future__ import annotations

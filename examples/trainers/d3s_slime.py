@@ -4,7 +4,7 @@ Copy this file to a folder that is on the PYTHONPATH of all ranks. Both trainers
 of options::
 
     --rollout-sample-filter-path d3s_slime.keep_rollouts
-    --custom-reward-post-process-path d3s_slime.post_process_rewards  # with the line above, always
+    --custom-reward-post-process-path d3s_slime.post_process_rewards  # always together with the line above
     --loss-type custom_loss --custom-loss-function-path d3s_slime.token_loss  # in miles: d3s_slime.miles_token_loss
     --custom-megatron-before-train-step-hook-path d3s_slime.start_step  # for a share of tokens that changes
     --custom-config-path d3s.yaml  # d3s_rollouts_start: 8, and so on
@@ -25,7 +25,7 @@ from d3s_kernels.distributed import vocab_parallel_logprob_entropy
 
 Result: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")  # estimators whose rewards are normalised
-progress: float | None = None  # the share of training that is done, as start_step was told
+progress: float | None = None  # the share of training that is done, set by start_step
 
 
 def selection_of(args: Any) -> d3s.Selection:
@@ -43,7 +43,7 @@ def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
     """Drops rollouts before anything is computed for training. Advantages of whole groups stay with the samples.
 
     ``data`` has groups of rollouts, of a sample or a list of samples each, and is changed in place. A group that keeps
-    no rollout is left out. ValueError: a bad option; one of the trainer's that does not fit; a rollout of two rewards.
+    no rollout is left out. ValueError: a bad option; an unfit option of the trainer; a rollout with two rewards.
     """
     selection, estimator, size = selection_of(args), args.advantage_estimator, args.global_batch_size
     start, end = selection.options.rollouts_start, selection.options.rollouts_end
@@ -61,7 +61,7 @@ def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
     scale = "group" if args.grpo_std_normalization and estimator != NORMALISED[-1] else "none"
     advantages = d3s.group_advantages(rewards, scale=scale, eps=1e-6).masked_fill(rewards.isnan(), torch.nan)
     kept = selection.rollouts(advantages, 0.0, group_size=args.n_samples_per_prompt)
-    # Both trainers drop what does not fill a step, and say nothing. miles can make a step of what there is.
+    # Both trainers silently drop samples that do not fill a step. miles can also make a smaller step of them.
     number = int(kept.sum())
     fits = getattr(args, "use_dynamic_global_batch_size", False) or number % size == 0
     require(fits, "global_batch_size", size, f"a divisor of {number}, the rollouts kept, and no num_steps_per_rollout")
@@ -74,7 +74,7 @@ def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
 
 
 def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """The raw rewards, and the advantages of whole groups, which the trainer would take from what is left of them."""
+    """The raw rewards, and the advantages of whole groups. The trainer would take them from the kept rollouts alone."""
     seen = all("d3s_advantage" in sample.metadata for sample in samples)
     require(seen, "rollout_sample_filter_path", args.rollout_sample_filter_path, "d3s_slime.keep_rollouts")
     return [s.get_reward_value(args) for s in samples], [s.metadata["d3s_advantage"] for s in samples]

@@ -18,12 +18,12 @@ def served_by(*by: ServedBy) -> set[str]:
 
 
 def replaced() -> set[str]:
-    """The ops whose CPU kernel has been replaced by another one."""
+    """The ops whose CPU kernel has been replaced by another kernel."""
     return {op for op in registered() if "CPU (inactive)" in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
 
 
 def require_all(what: str, found: Iterable[str], expected: Iterable[str]) -> None:
-    """Raises unless the ops that were found are those that were expected."""
+    """Raises unless ``found`` and ``expected`` are the same ops."""
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)

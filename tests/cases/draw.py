@@ -1,6 +1,6 @@
-"""Random arguments from a seed: numbers, shapes, strides, segments, and values with ties, NaN and infinities.
+"""Random arguments from a seed: scalars, shapes, strides, segments, and values with ties, NaN and infinities.
 
-All tensors are drawn on the CPU, so that every device gets the same.
+All tensors are drawn on the CPU, so that every device gets the same values.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor
 _Any = TypeVar("_Any")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ROOM = 1 << 16  # elements that a tensor may always have, however short rows and segments are
-MOST_ROWS = 4096  # rows of logits with their spans, each of which takes Python some 50 us
-# Few different numbers, so that most segments have ties; and values that are not finite.
+ROOM = 1 << 16  # a tensor may always have so many elements, however short its rows and segments are
+MOST_ROWS = 4096  # of logits with spans: drawing a row's span takes Python some 50 us
+# A few distinct values, so that most segments have ties; and values that are not finite.
 REPEATED = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0)
 SPECIAL = (math.inf, -math.inf, math.nan)
 
 
 class Draw:
-    """Draws the arguments of a call. All of them follow from whole numbers, which are recorded in ``choices``.
+    """Draws the arguments of a call. All arguments follow from integers, which are recorded in ``choices``.
 
-    The numbers come from the seed, or repeat the given ``choices``. After the last given one, each number is the lowest
-    possible, which is always the simplest. So a failing call is made smaller by making its choices smaller.
+    The integers are drawn with the seed, or repeat the given ``choices``. After the last given choice, each further
+    integer is the lowest possible, which always means the simplest argument. So smaller choices make a failing call
+    smaller.
 
     Args:
         seed: the seed of the choices.
         most: the largest length of a row or a segment.
-        choices: the choices of another draw, to draw the same again.
+        choices: the choices of another draw, to draw the same arguments again.
     """
 
     def __init__(self, seed: int = 0, *, most: int = 40, choices: Sequence[int] | None = None) -> None:
@@ -45,7 +46,7 @@ class Draw:
     # ---- choices ----------------------------------------------------------------------------------------------------
 
     def integer(self, low: int, high: int) -> int:
-        """From low to high, both included."""
+        """An integer from low to high, both included."""
         place = len(self.choices)
         if self._given is None:
             value = self._random.randint(low, high)
@@ -68,7 +69,7 @@ class Draw:
         return self.choice((None, value))
 
     def length(self, low: int = 0, high: int | None = None) -> int:
-        """A length: short ones as often as long ones, and often just below, at or above a power of two."""
+        """A length. Small and large ones are equally likely, and many are just below, at or above a power of two."""
         high = self.most if high is None else min(high, self.most)
         size = 1 << self.integer(0, max(high, 1).bit_length())
         value = size + self.integer(-1, 1) if self.flag() else self.integer(0, size)
@@ -77,11 +78,11 @@ class Draw:
     # ---- shapes -----------------------------------------------------------------------------------------------------
 
     def room(self, elements: int) -> int:
-        """How many times that many elements fit into one tensor."""
+        """How many pieces of so many elements fit into one tensor."""
         return max(1, max(8 * self.most, ROOM) // max(1, elements))
 
     def rows(self, columns: int, least_dims: int = 0) -> tuple[int, ...]:
-        """The leading dimensions of rows with ``columns`` elements: none, one or two, with a limit on all elements."""
+        """Up to two leading dimensions for rows with ``columns`` elements. The number of all elements is limited."""
         most = max(1, 8 * self.most // max(1, columns))
         dims = self.integer(least_dims, max(least_dims, 2))
         if dims == 0:
@@ -90,11 +91,13 @@ class Draw:
         return (first,) if dims == 1 else (first, self.integer(1, max(1, most // max(1, first))))
 
     def wide(self, columns: int) -> int:
-        """The same number of columns, or more where so few would allow more than MOST_ROWS rows."""
+        """``columns``, or more columns if rows this short would allow more than MOST_ROWS rows."""
         return max(columns, 8 * self.most // MOST_ROWS)
 
     def offsets(self, columns: int = 1) -> Tensor:
-        """The offsets of up to six ragged segments, some of them empty, of rows with ``columns`` elements."""
+        """The offsets of up to six ragged segments, some of them empty. Segments consist of rows of ``columns``
+        elements.
+        """
         lengths, left = [], max(1, 8 * self.most // max(1, columns))
         for _ in range(self.integer(0, 6)):
             lengths.append(self.length(0, left))
@@ -103,7 +106,7 @@ class Draw:
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
 
     def segments(self) -> tuple[tuple[int, ...], Tensor | None]:
-        """The shape of values in segments, and the offsets: None where the segments are the rows of that shape."""
+        """The shape of segmented values, and the offsets, which are None if the rows of that shape are the segments."""
         if self.flag():
             offsets = self.offsets()
             return (int(offsets[-1]),), offsets
@@ -113,11 +116,13 @@ class Draw:
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def generator(self) -> torch.Generator:
-        """A generator for the numbers of one tensor."""
+        """A generator for the values of one tensor."""
         return torch.Generator().manual_seed(self.integer(0, 2**31))
 
     def laid_out(self, tensor: Tensor, turned: bool = True) -> Tensor:
-        """The same numbers: packed, misaligned, in rows with gaps between them, or (if ``turned``) transposed."""
+        """The same values in a random layout: packed, misaligned, with gaps between rows, or (if ``turned``)
+        transposed.
+        """
         layout = self.choice(("packed", "packed", "misaligned", "apart", "turned"))
         if layout == "turned" and turned and tensor.dim() >= 2:
             tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -129,7 +134,7 @@ class Draw:
         return tensor
 
     def normal(self, generator: torch.Generator, dtype: torch.dtype, *shape: int, deviation: float = 1.0) -> Tensor:
-        """Normal numbers, in any layout of rows."""
+        """Normally distributed values, in any layout of rows."""
         return self.laid_out((torch.randn(shape, generator=generator) * deviation).to(dtype), turned=False)
 
     def values(
@@ -140,7 +145,7 @@ class Draw:
         special: Sequence[float] = SPECIAL,
         turned: bool = True,
     ) -> Tensor:
-        """Normal numbers, or few different ones that tie; sometimes mixed with special values."""
+        """Normally distributed values, or a few distinct values with ties; sometimes special values among them."""
         generator = self.generator()
         values = torch.randn(shape, generator=generator)
         if self.flag():
@@ -157,7 +162,7 @@ class Draw:
         return self.laid_out(torch.rand(shape, generator=self.generator()) < share)
 
     def logits(self, columns: int, least_dims: int = 0) -> Tensor:
-        """Rows like those of a model: spread out, some with one token far above the rest, some far from 0."""
+        """Logits like a model's. In some rows one token is far above the rest; some rows are far from 0."""
         generator, shape = self.generator(), (*self.rows(self.wide(columns), least_dims), columns)
         logits = torch.randn(shape, generator=generator) * self.choice((3.0, 0.1, 30.0))
         flat = logits.view(-1, columns)
@@ -165,14 +170,14 @@ class Draw:
             flat[1::4, 0] += 30
             flat[2::4] += 1000
             flat[3::4] -= 1000
-        if self.flag():  # never a whole row
+        if self.flag():  # but never a whole row
             flat[:, 1:][torch.rand(flat[:, 1:].shape, generator=generator) < 0.2] = -math.inf
         if self.rarely():
             logits[torch.rand(shape, generator=generator) < 0.02] = self.choice((math.nan, math.inf, -math.inf))
         return self.laid_out(logits.to(self.choice(FLOATS)), turned=False)
 
     def labels(self, rows: tuple[int, ...], vocabulary: int) -> Tensor:
-        """Tokens; about one in four rows has none."""
+        """A label for each row; about one in four rows has none (-100)."""
         generator = self.generator()
         labels = torch.randint(vocabulary, rows, generator=generator)
         labels[torch.rand(rows, generator=generator) < 0.25] = -100
@@ -187,8 +192,8 @@ class Draw:
         bound: bool = True,
         optional: bool = True,
     ) -> dict[str, Any]:
-        """A sampling mask: spans of one token, of all and of none beside others, unsorted; if ``optional``, often none
-        at all.
+        """A sampling mask. A span may have one token, all tokens, or none, and is unsorted. If ``optional``, there is
+        often no sampling mask.
         """
         if optional and self.flag():
             return {}
@@ -215,7 +220,7 @@ class Draw:
         }
 
     def number_or_tensor(self, value: float, name: str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-        """One of an op's two arguments for a value: the number, or the tensor that replaces it."""
+        """An op has two arguments for such a value: a number, or a tensor instead. This draws one of them."""
         tensor = torch.tensor(value, dtype=self.choice(dtypes))
         return self.choice(({name: value}, {f"{name}_tensor": tensor}))
 

@@ -1,4 +1,4 @@
-"""The LM head, and the products of only the kept tokens."""
+"""The LM head, and the matrix products for only the kept tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RULES = _exact.FUNCTIONS["linear_logprob_entropy"]
 
 
 def _rule(name: str) -> Allowed:
-    """The rule for the head's result or gradient of that name. (tests/test_head.py has a closer one.)"""
+    """The allowed error of the head's result or gradient of that name. (tests/test_head.py has a tighter rule.)"""
     rule = {**_RULES.results, **_RULES.gradients}[name]
     return lambda exact, arguments: rule(exact, with_incoming("linear_logprob_entropy", arguments))
 
@@ -32,7 +32,7 @@ _GRADIENTS = {name: _rule(name) for name in ("hidden", "weight", "bias")}
 
 
 def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Arguments:
-    """A head whose logits have a deviation of about 3, like a language model's."""
+    """A head whose logits have a standard deviation of about 3, like a language model's."""
     dtype, generator = draw.choice(dtypes), draw.generator()
     return {
         "hidden": draw.normal(generator, dtype, *rows, width),
@@ -46,7 +46,7 @@ def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """The public results. The others have no meaning but that the gradient, which is compared, comes from them."""
+    """The public results. The op's other results matter only as inputs of the gradient, which is compared."""
     return *public("linear_logprob_entropy")(**given), None, None
 
 
@@ -61,13 +61,13 @@ def linear_logprob_entropy(draw: Draw) -> Arguments:
     given |= draw.spans(math.prod(rows), vocabulary, given["labels"], given["mask"], bound=False)
     given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))
     given["max_grad_rows"] = draw.choice((None, kept, kept + 7, max(0, kept // 2)))
-    if given["max_rows"] is not None and given["max_rows"] < kept:  # then there is no result to differentiate
+    if given["max_rows"] is not None and given["max_rows"] < kept:  # in that case no result can be differentiated
         return given
     return differentiable(draw, given, "hidden", "weight", "bias")
 
 
 def _meaning_of_backward(wanted: Sequence[bool], **given: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of the public function. None for one that is not wanted."""
+    """The gradients of the public function. None for a gradient that is not wanted."""
     leaves = {name: given[name] for name in ("hidden", "weight", "bias")}
     leaves = {name: None if leaf is None else leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
     with torch.enable_grad():
@@ -87,7 +87,7 @@ def _logits(given: Arguments) -> Tensor:
 @op(_meaning_of_backward, results=_GRADIENTS, served_by="composed")
 def linear_logprob_entropy_backward(draw: Draw) -> Arguments:
     given: Arguments = {"temperature": 1.0, "temperature_tensor": None} | detached(linear_logprob_entropy(draw))
-    given["max_rows"] = None  # the bound of the forward
+    given["max_rows"] = None  # a bound for the forward alone
     given["max_grad_rows"] = draw.choice((None, math.prod(given["labels"].shape)))
     wanted = draw.choice(([True, True, True], [True, False, False], [False, True, False]))
     given["wanted"] = [*wanted[:2], wanted[2] and given["bias"] is not None]
@@ -106,7 +106,7 @@ def _kept(draw: Draw) -> Arguments:
 
 
 def _near_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Some rounding steps of the terms of each sum, and of the logits' dtype."""
+    """Some rounding steps of the sum of all terms' magnitudes, at float32 and at the logits' dtype."""
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
     terms = float((hidden @ weight.T).max()) if len(hidden) and len(weight) else 0.0
     if arguments.get("bias") is not None and len(weight):
@@ -124,7 +124,7 @@ def kept_logits(draw: Draw) -> Arguments:
 
 
 def _gradient_of_places(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """As of the logits, and some rounding steps of a soft cap's slope."""
+    """The allowed error of a gradient of logits, and some rounding steps for the slope of a soft cap."""
     temperature = torch.as_tensor(public_arguments("entropy", arguments).get("temperature", 1.0))
     coldest = float(temperature.min()) if temperature.numel() else 1.0
     given = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
@@ -141,15 +141,17 @@ def kept_logits_backward(draw: Draw) -> Arguments:
 
 
 def _near_sum(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Some rounding steps of all terms together, and of the result in the dtype of the gradient it is added to."""
+    """Some rounding steps of the sum of all terms' magnitudes, and of the total in the dtype of ``out``."""
     matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
-    most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1: of the bias
+    most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1: the factor of the bias
     limit = 2**-21 * most * arguments["grad"].double().abs().sum() * torch.ones(exact.shape)
     return limit + 2 * torch.finfo(arguments["out"].dtype).eps * (exact.abs().nan_to_num() + limit)
 
 
 def _places(draw: Draw) -> Arguments:
-    """Hidden states and a weight; and places, some of which have no gradient: of all rows, and then of their labels."""
+    """Hidden states, a weight, and places. First come the places of the kept tokens of all rows, then one place for
+    each row's label. Some places have no gradient.
+    """
     width = draw.length(1)
     vocabulary = draw.length(1, draw.room(width))
     counts = torch.tensor([draw.length(0, 9) for _ in range(draw.length(1, 12))])

@@ -1,8 +1,9 @@
-"""What those ops mean that are not public functions.
+"""The meaning of the ops that are not public functions.
 
-A step of other ops means what plain PyTorch computes, here in float64: the kernels of ``d3s_kernels/_torch`` are other
-code than those of the compiled libraries and of Triton. Where plain PyTorch itself serves, a step is compared with its
-own code. What holds it there are the ops that are made of the steps, which are compared with ``reference.py``:
+Some ops are steps of other ops. A step means what plain PyTorch computes, here in float64: the kernels of
+``d3s_kernels/_torch`` are separate code from the compiled libraries and from Triton. If plain PyTorch itself is under
+test, a step is compared with its own code. Then the steps are tested only through the ops that consist of them, which
+are compared with ``reference.py``:
 
     states, finish, backward      test_softmax_state.py, test_logprob_entropy.py, test_head.py
     what is kept                  test_sampling_masks.py, test_sampling_masks_head.py
@@ -26,7 +27,7 @@ from d3s_kernels._exact import written_arguments
 
 
 class _Float64(TorchFunctionMode):
-    """Computes in float64 what is written for float32."""
+    """Runs code in float64 that is written for float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:
@@ -40,7 +41,7 @@ def _wide(part: Any) -> Any:
 
 
 def step(op: str, wide: bool = False) -> Callable[..., Any]:
-    """What plain PyTorch computes, if ``wide`` in float64. A tensor that the op writes is a result."""
+    """The op in plain PyTorch; in float64 if ``wide``. The results begin with the tensors that the op writes."""
     kernel, written, arguments = _torch.KERNELS[op], written_arguments(op), schema_of(op).arguments
 
     def call(**given: Any) -> Any:
@@ -56,7 +57,7 @@ def step(op: str, wide: bool = False) -> Callable[..., Any]:
 
 def _in_float64(kernel: Callable[..., Any], known: dict[str, Any]) -> Any:
     for name, part in known.items():
-        if isinstance(part, torch.dtype):  # to which intermediate results would be rounded
+        if isinstance(part, torch.dtype):  # the dtype to which intermediate results would be rounded
             known[name] = torch.float64
         elif isinstance(part, Tensor) and part.is_floating_point():
             known[name] = part.double()
@@ -73,12 +74,14 @@ def _in_float64(kernel: Callable[..., Any], known: dict[str, Any]) -> Any:
 
 
 def public(name: str) -> Callable[..., Any]:
-    """The reference's function of that name, called with an op's arguments."""
+    """The reference's function of that name, in a form that takes an op's arguments."""
     return lambda **given: getattr(reference, name)(**public_arguments(name, given))
 
 
 def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """An op's arguments as those of the public function: a number and its tensor are one, ``pooled`` is a scope."""
+    """An op's arguments as those of the public function: a number and its tensor are one argument, ``pooled`` is a
+    scope.
+    """
     takes = inspect.signature(getattr(reference, name)).parameters
     tensors = {name: value for name, value in given.items() if name.endswith("_tensor") and value is not None}
     merged = dict(given) | {name.removesuffix("_tensor"): value for name, value in tensors.items()}
@@ -93,5 +96,5 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_incoming(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with the incoming gradients."""
+    """As :func:`public_arguments`, with the incoming gradients."""
     return public_arguments(name, arguments) | {name: arguments.get(name) for name in ("grad_logprob", "grad_entropy")}

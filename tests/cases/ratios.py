@@ -59,7 +59,7 @@ def importance_ratio(draw: Draw) -> Arguments:
 @op(step("importance_ratio_backward"), results={"grad_logprob": _gradient_from_ratios})
 def importance_ratio_backward(draw: Draw) -> Arguments:
     given = importance_ratio(draw)
-    far = draw.choice((0.0, 100.0))  # where a ratio is infinite
+    far = draw.choice((0.0, 100.0))  # with 100 some ratios are infinite
     return given | {
         "grad_ratio": draw.values(tuple(given["logprob"].shape), dtypes=(torch.float32,), special=()),
         "ratio": (given["logprob"].detach() - given["old_logprob"] + far).exp(),

@@ -17,8 +17,8 @@ from .tokens import number, segmented, with_rule
 
 @op(public("group_advantages"), results=_exact.FUNCTIONS["group_advantages"].results)
 def group_advantages(draw: Draw) -> Arguments:
-    """Rewards and their offsets. Sometimes all finite rewards are equal except for rounding: 1, or the next number
-    below it.
+    """Rewards and their offsets. Sometimes all finite rewards are equal except for rounding: either 1, or the next
+    number below 1.
     """
     given = segmented(draw, "rewards", dtypes=(*FLOATS, torch.float64))
     rewards = given["rewards"]
@@ -29,12 +29,12 @@ def group_advantages(draw: Draw) -> Arguments:
         "scale": draw.choice(("group", "batch", "none")),
         "eps": draw.choice((1e-4, 1e-6, 0.0)),
         "ddof": draw.choice((1, 0)),
-        "tolerance": draw.choice((None, 0.0, 0.3)),  # of groups_without_spread
+        "tolerance": draw.choice((None, 0.0, 0.3)),  # an argument of groups_without_spread
     }
 
 
 def whole_rewards(draw: Draw, given: Arguments) -> Arguments:
-    """Sometimes makes the rewards flags or integers."""
+    """Sometimes converts the rewards to flags or integers."""
     dtype = draw.choice((None, torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64))
     if dtype is not None:
         given["rewards"] = given["rewards"].nan_to_num(posinf=3, neginf=-3).abs().to(dtype)
@@ -53,7 +53,7 @@ def max_variance_select(draw: Draw) -> Arguments:
 
 
 def rollout_rules(draw: Draw, rule: str | None = None) -> Arguments:
-    """Arguments of the public function, with any rule or this one."""
+    """Arguments of the public function, with the given rule, or with a random rule."""
     given = max_variance_select(draw)
     given = public_arguments("select_rollouts", given | {"advantages": given["values"]})
     return with_rule(draw, given, rule or draw.choice(reference.ROLLOUT_RULES))

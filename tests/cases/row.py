@@ -1,4 +1,4 @@
-"""The table of ops. A file of a subject draws the arguments of its ops, and says beside it what each op means."""
+"""The rows of the table of ops. Each file of ops draws their arguments, and says beside each draw what the op means."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Row(_exact.Row):
     """An op or a public function.
 
     Attributes:
-        draw: draws the arguments, by name, of a call that is not refused.
-        served_by: what computes the op: "kernels" of every back-end; code "composed" of other ops, on every device;
-            or the "cpu" alone.
+        draw: draws the arguments of a valid call, by name.
+        served_by: what computes the op. "kernels": each back-end has a kernel; "composed": code that calls other ops,
+            on every device; "cpu": only the CPU has a kernel.
     """
 
     draw: DrawArguments
@@ -44,11 +44,11 @@ def op(
     from_found: bool = False,
     served_by: ServedBy = "kernels",
 ) -> Callable[[DrawArguments], DrawArguments]:
-    """Puts the op with the name of the function that draws its arguments into the table.
+    """A decorator for a function that draws an op's arguments: puts the op of the same name into the table.
 
     Args:
         means: computes the exact results from the same arguments.
-        equals: the results that have to be equal. They come after those of ``results``.
+        equals: the names of results that must equal the exact ones. They come after the results in ``results``.
         results, gradients, from_found: as in ``_exact.Row``.
         served_by: as in :class:`Row`.
     """
@@ -69,13 +69,13 @@ def op(
 
 
 def _drawn_for(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
-    """What is drawn, without what the op does not take: one draw may serve several ops."""
+    """The drawn arguments that the op takes: one draw function may serve several ops."""
     takes = argument_names(name)
     return {argument: part for argument, part in draw_some(draw).items() if argument in takes}
 
 
 def differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
-    """Sometimes makes the named tensors require a gradient. Not with NaN or infinity: the gradient would be NaN."""
+    """Sometimes makes the named tensors require a gradient. Never with NaN or infinity: the gradient would be NaN."""
     for name in names:
         tensor = arguments.get(name)
         if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():

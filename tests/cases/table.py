@@ -1,8 +1,8 @@
 """Every op of ``csrc/library.cpp`` once: how to draw its arguments, what it means, and the allowed errors.
 
 ``tests/test_table.py``, the fuzzer, torch's opcheck, the emulated and the GPU suites and both sanitizer runs go through
-this table. An op that is missing here fails a test; an op of the table is run by all of them that can run it.
-``FUNCTIONS`` has the public functions in the same way: most of them are one op, and some are made of several.
+this table. A test fails if an op is missing here. Each of these suites runs all ops of the table that it can run.
+``FUNCTIONS`` has the public functions in the same way. Most functions are one op, and some consist of several ops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .meaning import public_arguments
 from .row import OPS as OPS
 from .row import Arguments, DrawArguments, Row
 
-# Ops over the ranks of a process group: tests/test_vocab_parallel.py draws them.
+# Ops over the ranks of a process group: tests/test_vocab_parallel.py draws their arguments.
 OF_RANKS = ("vocab_parallel_logprob_entropy",)
 
 
@@ -28,7 +28,7 @@ def _public(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
     return public_arguments(name, draw_some(draw))
 
 
-# What draws the arguments of a function, where that is not the draw of the op of its name.
+# The draw of a public function, unless it is that of the op with the same name.
 _DRAWN: Mapping[str, DrawArguments] = {
     "entropy": vocabulary.rows_of_logits,
     "logprob_entropy": lambda draw: vocabulary.with_labels(draw, vocabulary.rows_of_logits(draw)),

@@ -15,7 +15,7 @@ from .meaning import public, public_arguments, step
 from .row import Arguments, op
 
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
-_COUNTS = 2048  # of each segment, by digit
+_COUNTS = 2048  # counts of a segment, one for each value of a digit
 _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
 
@@ -40,7 +40,7 @@ def number(draw: Draw, name: str) -> Arguments:
 
 
 def _advantages(draw: Draw, tokens: tuple[int, ...], offsets: Tensor | None) -> Tensor:
-    """One for all, one for each sequence, or one for each token; float32, as the op takes them."""
+    """One advantage for all tokens, one for each sequence, or one for each token; float32, as the op takes them."""
     sequences = tokens[:-1] if offsets is None else (len(offsets) - 1,)
     return draw.values(draw.choice(((), sequences, tokens)), dtypes=(torch.float32,))
 
@@ -53,7 +53,7 @@ def with_rule(draw: Draw, given: Arguments, rule: str) -> Arguments:
 def _topk_mask(pooled: bool = False, **given: Any) -> Tensor:
     if not pooled:
         return public("topk_mask")(**given)
-    # All segments as one; the number k is for each of them.
+    # All segments are pooled into one; k is the number for each segment.
     scores, mask, offsets = given["scores"], given.get("mask"), given.get("offsets")
     options = public_arguments("topk_mask", given) | {"scores": scores.flatten(), "offsets": None}
     options["mask"] = None if mask is None else mask.flatten()
@@ -81,10 +81,10 @@ def select_tokens(draw: Draw) -> Arguments:
 
 
 def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
-    """Arguments of the public function, with any rule or this one."""
+    """Arguments of the public function, with the given rule, or with a random rule."""
     rule = rule or draw.choice(reference.TOKEN_RULES)
     given = with_rule(draw, public_arguments("select_tokens", select_tokens(draw)), rule)
-    # A quantile pools the batch, and keeps no exact number.
+    # A quantile pools the batch, and does not keep an exact count.
     return given | ({"scope": "batch", "drop_zeros": False} if rule == "entropy_quantile" else {})
 
 
@@ -125,7 +125,7 @@ def topk_order_keys(draw: Draw) -> Arguments:
 
 
 def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
-    """Keys, the search after some digits or all, the next digit, and how many keys are kept."""
+    """Keys, the state of the search after some or all digits, the next digit, and how many keys to keep."""
     given = topk_order_keys(draw)
     quota = draw.choice((_ratio(draw), number(draw, "k")))
     keys, offsets = step("topk_order_keys")(**given)[0].contiguous(), given["offsets"]
@@ -142,7 +142,7 @@ def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
 
 
 def _counts(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Equal, except that masked values, whose key is 0, may count as the lowest digit, which no search reaches."""
+    """Exact, except for the lowest digit, which no search reaches: masked values, whose key is 0, may count there."""
     limit = torch.zeros(exact.shape, dtype=torch.float64)
     limit[:, 0] = int((arguments["keys"] == 0).sum())
     return limit

@@ -1,4 +1,4 @@
-"""Logits: log-probability and entropy, their gradient, and the same tile by tile."""
+"""Logits: log-probability and entropy, their gradient, and both computed tile by tile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .row import Arguments, differentiable, op
 STATISTICS = {
     "logprob": _exact.logprob,
     "entropy": _exact.entropy,
-    "row_max": lambda exact, _: torch.zeros(exact.shape).masked_fill(exact.isnan(), math.inf),  # where it is known
+    "row_max": lambda exact, _: torch.zeros(exact.shape).masked_fill(exact.isnan(), math.inf),  # NaN: any value
     "log_sum": _exact.logprob,
 }
 
@@ -28,7 +28,7 @@ def gradient_of_logits(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
 
 
 def _states(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """For (m, S, T, the label's logit). The maximum and the label's logit are copies of logits, and so are exact."""
+    """The allowed errors of (m, S, T, the label's logit). m and the label's logit are copies, and so are exact."""
     total, dot = exact[..., 1].abs(), exact[..., 2].abs()
     most = total.nan_to_num() + dot.nan_to_num()
     unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), math.inf)  # rows with NaN or infinity
@@ -54,7 +54,7 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
 
 
 def with_statistics(draw: Draw, given: Arguments) -> Arguments:
-    """Adds a forward's results, and random incoming gradients, of which one may be missing and some are 0."""
+    """Adds a forward's results, and two random incoming gradients. One of them may be missing; some values are 0."""
     _, *found = step("logprob_entropy")(**given)
     given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
     shape, generator = given["entropy"].shape, draw.generator()
@@ -70,7 +70,7 @@ def detached(given: Arguments) -> Arguments:
 
 
 def alone(given: Arguments, logits: Tensor) -> Arguments:
-    """With the logits of kept tokens alone, from first_token on, out of rows of logits. NaN for what is not read."""
+    """Replaces the logits by those of only the kept tokens, from first_token on. Elements that are not read are NaN."""
     ids, rows, first = given["sampling_ids"], len(logits), given.get("first_token") or 0
     flat = torch.full((len(ids) + rows,), math.nan)
     for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
@@ -97,7 +97,7 @@ def _merged(rows: int, **tile: Any) -> Tensor:
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all are those of
+    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all four come from
     step().
     """
     logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
@@ -109,7 +109,7 @@ def _meaning(**given: Any) -> tuple[Any, ...]:
 
 
 def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
-    """Makes the maximum NaN for a row with NaN or infinity, where it may be anything."""
+    """Makes the maximum NaN for a row with NaN or infinity, whose maximum may be anything."""
     return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
 
 
@@ -142,7 +142,7 @@ def logprob_entropy_backward_(draw: Draw) -> Arguments:
 
 @op(step("softmax_state_", wide=True), results={"state": _states})
 def softmax_state_(draw: Draw) -> Arguments:
-    """A tile, and the states that other tiles of the same rows have left."""
+    """A tile, and the states after other tiles of the same rows."""
     given = detached(rows_of_logits(draw, bound=False))
     logits, rows = given["logits"], given["logits"].shape[:-1].numel()
     first = draw.integer(0, logits.shape[-1] - 1)

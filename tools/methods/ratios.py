@@ -1,5 +1,5 @@
-"""Draws how the ratios of tokens, sequences and entropy groups differ for the same log-probabilities, and what is
-clipped.
+"""Draws how the ratios of tokens, sequences and entropy groups differ for the same log-probabilities, and which tokens
+are clipped.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ NAMES = {
     ("random", "group"): "PODS",
 }
 ROWS = [f"group {number}" for number in range(1, len(REWARDS) + 1)]
-OPTIONS = {"colours": "RdBu", "low": -2.2, "high": 2.2}  # of the advantages
+OPTIONS = {"colours": "RdBu", "low": -2.2, "high": 2.2}  # the colours of advantages
 
 
 def draw_rollouts(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The options of D3S, added to those of ms-swift's GRPO, and checks for combinations that are not supported.
+"""The options of D3S, added to the options of ms-swift's GRPO, and checks for unsupported combinations.
 
 ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add options. The entries
 of ``--model_kwargs`` whose names begin with ``d3s_`` are D3S's options.
@@ -21,10 +21,10 @@ LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in DENO
 
 @dataclass
 class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift has no types
-    """ms-swift's ``GRPOConfig`` with the options of D3S (arXiv 2509.22115), which it reads from ``model_kwargs``."""
+    """ms-swift's ``GRPOConfig`` with the options of D3S (arXiv 2509.22115), read from ``model_kwargs``."""
 
     model_kwargs: dict[str, Any] | None = None  # ms-swift fills in the value of its own option of this name
-    top_entropy_quantile: float = 1.0  # the same as ms-swift's
+    top_entropy_quantile: float = 1.0  # an option of ms-swift too, with the same default
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +38,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
                 raise ValueError(f"model_kwargs: got {key!r}, which is no option of D3S; takes {takes}")
         check_options(self, PREFIX)
         check_token_options(self, PREFIX)
-        self.top_entropy_quantile = 1.0  # else ms-swift would mask tokens too
+        self.top_entropy_quantile = 1.0  # otherwise ms-swift would mask tokens too
         self._refuse_what_is_not_covered()
 
     def _refuse_what_is_not_covered(self) -> None:

@@ -18,7 +18,7 @@ from ...selection import Selection
 from .._transformers import RunWithBudget, without_spread
 from .config import D3SConfig
 
-Samples = list[Any]  # ms-swift's, one for each rollout of this process
+Samples = list[Any]  # ms-swift's samples, one for each rollout of this process
 Scores = tuple[Tensor, Tensor | None]  # log-probabilities and entropies, [rows, tokens]
 _NO_TEACHER = "D3S takes none, since advantages of tokens come after the choice of rollouts"
 
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     """The kept tokens of a micro-batch."""
 
     tokens: Tensor  # bool [rows, tokens]
-    weight: Tensor  # the gradient of the loss is multiplied by it; the same shape
+    weight: Tensor  # the factor for each token's gradient, [rows, tokens]
 
 
 class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
@@ -44,14 +44,14 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
-        ValueError: a setting that D3S does not support and that only the trainer knows.
+        ValueError: a setting that D3S does not support, if the configuration alone does not show it.
         RuntimeError: in the first step, if the loss does not score tokens exactly once.
     """
 
     args: D3SConfig
-    _everyone: Samples | None = None  # all rollouts of this process, also dropped ones; set while a batch is made
-    _advantages: Tensor  # of all processes' rollouts
-    _kept_advantages: Tensor | None = None  # those of kept rollouts; set while a batch is made
+    _everyone: Samples | None = None  # this process's rollouts, with the dropped ones; set only while a batch is made
+    _advantages: Tensor  # the advantages of all processes' rollouts
+    _kept_advantages: Tensor | None = None  # the advantages of kept rollouts; set only while a batch is made
     _choices_used = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -84,7 +84,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         accelerator, n = self.accelerator, self.num_generations
 
         def length(sample: Any) -> int:
-            """The number of tokens of a completion; ms-swift keeps one list of them, or one for each turn."""
+            """The number of tokens of a completion. ms-swift stores one list of token ids, or one list per turn."""
             turns = sample.response_token_ids
             return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
 
@@ -132,8 +132,8 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _postprocess_batch(self, samples: Samples, batches: list[dict[str, Any]]) -> None:
         super()._postprocess_batch(samples, batches)
         if self._kept_advantages is not None:
-            # ms-swift has logged the advantages of the kept rollouts. Its deque holds one generation batch, so the
-            # advantages of all rollouts push them out.
+            # ms-swift has logged the advantages of the kept rollouts. ms-swift's deque holds one generation batch, so
+            # adding the advantages of all rollouts removes those.
             self._logs["advantages"].extend(self._advantages.tolist())
             self._kept_advantages = None
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])
@@ -156,7 +156,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         entropy = together([part.d3s_entropy for part in parts]).masked_fill(~mask, 0.0)
         log_p = log_q = None
         if ruled := self.args.off_policy_rule != "none":
-            sampled = [part.rollout_per_token_logps for part in parts]  # None where a rollout lacks some
+            sampled = [part.rollout_per_token_logps for part in parts]  # None for a part with a rollout that lacks some
             if not any(gather_object([logps is not None for logps in sampled])):
                 raise ValueError(
                     f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "
@@ -176,14 +176,15 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         metrics = token_metrics(sums, chosen.threshold, self._budget().token_ratio)
         if ruled:
             metrics[OFF_POLICY_SHARE] = 1 - share
-        del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes them all
+        del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes all rows
         self._log(metrics)
 
         split = zip(parts, apart(chosen.mask), apart(trusted.mask), apart(trusted.weight), strict=True)
         for part, tokens, left, weights in split:
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
-                # ms-swift's number counts the tokens of truncated completions too; dapo and cispo divide by it.
+                # ms-swift's num_items_in_batch also counts the tokens of truncated completions; dapo and cispo divide
+                # by it.
                 items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1]
                 items = torch.as_tensor(items, dtype=sums.dtype, device=sums.device) * share
                 weight, _ = gradient_weights(self.loss_type, tokens, left, torch.stack([sums[0], items]).float())
@@ -200,12 +201,12 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return loss
 
     def _log_rollout(self, samples: Samples) -> None:
-        """Logs all rollouts in ms-swift's table of completions, as its rewards and advantages are for all of them."""
+        """Logs all rollouts in ms-swift's table of completions, since its rewards and advantages cover all rollouts."""
         everyone, self._everyone = self._everyone, None
         super()._log_rollout(samples if everyone is None else everyone)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Stores the values of 0-d tensors for ms-swift's next log, which takes numbers. NaN is not logged."""
+        """Stores the values of 0-d tensors as Python floats for ms-swift's next log. NaN is not logged."""
         numbers = torch.stack([value.double() for value in metrics.values()]).tolist()
         for name, number in zip(metrics, numbers, strict=True):
             if not math.isnan(number):

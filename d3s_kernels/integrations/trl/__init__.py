@@ -2,7 +2,7 @@
 
 TRL computes its own loss; no loss is copied here. Rollouts are chosen between TRL's generation and its update. Tokens
 are chosen when TRL scores them. TRL still gets the log-probabilities of all tokens, so ratios, clipping and KL do not
-change. But gradient flows only through the kept tokens, so the LM head's backward computes only those.
+change. But gradient flows only through the kept tokens, so the LM head's backward computes only their rows.
 """
 
 import trl

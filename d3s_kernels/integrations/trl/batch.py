@@ -1,7 +1,7 @@
 """TRL's generation batch: on which side each field is padded, how to take rows, and how to move rows between ranks.
 
-The batch is a dictionary: token tensors with a row for each rollout, images, and numbers. Each rank holds consecutive
-rows of the whole batch, and each group is consecutive rows too; a group may lie on two ranks.
+The batch is a dictionary: token tensors with a row for each rollout, images, and scalars. Each rank holds consecutive
+rows of the whole batch. The rows of a group are consecutive too, and may lie on two ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Batch = dict[str, Any]
-SETS = "d3s_sets"  # a field: int32 [rows, tokens, width], the set that each token of the completions was drawn from
+SETS = "d3s_sets"  # a batch field: int32 [rows, tokens, width], the set that each completion token was drawn from
 
 _PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
 _COMPLETION = {  # padded on the right
@@ -55,9 +55,9 @@ def take(batch: Batch, rows: Tensor) -> Batch:
 
 
 def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
-    """The kept rows, the same number on every rank: ranks with too many send rows to ranks with too few, from device
-    to device. Over all ranks, the number of kept rows is a multiple of the number of ranks. Images cannot move. Without
-    ``process_group`` there is a single process.
+    """The kept rows, the same number on every rank. Ranks with too many rows send some to ranks with too few, from
+    device to device. The total number of kept rows must be a multiple of the number of ranks. Images cannot move. If
+    ``process_group`` is None, there is a single process.
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
@@ -74,7 +74,7 @@ def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: Pro
 
 
 def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
-    """Concatenates the rows of two batches without images; those of ``more`` come last."""
+    """Concatenates the rows of two batches without images; the rows of ``more`` come last."""
     first, second = _tensors_with_rows(batch), _tensors_with_rows(more)
     widest = [max(pair) for pair in zip(_sizes(first), _sizes(second), strict=True)]
     first, second = (_at_sizes(rows, widest, pad_token) for rows in (first, second))
@@ -87,7 +87,7 @@ def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
 
 
 def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    """The sizes of all tensors, except the number of rows: of tokens, and in the sets also of each token's set."""
+    """The sizes of all tensors, without the number of rows: the number of tokens, and for the sets also their width."""
     return [size for value in rows.values() for size in value.shape[1:]]
 
 
@@ -106,11 +106,12 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
-    """Cuts the outer columns that are padding in every row: the longest prompt or completion may have been dropped.
-    At least two completion columns stay: TRL's metrics read a single column as one value for each sequence.
+    """Removes the outer columns that are padding in every row. They exist if the longest prompt or completion was
+    dropped. At least two completion columns stay, because TRL's metrics read a single column as one value for each
+    sequence.
 
     Positions count from a row's first column, including padding. So a cut on the left shifts all positions by the same
-    number, which does not matter to rotary embeddings: they depend only on differences of positions.
+    amount. Rotary embeddings depend only on differences of positions, so the shift does not matter to them.
     """
 
     def width(mask: Tensor) -> int:

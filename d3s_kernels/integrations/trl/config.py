@@ -15,8 +15,8 @@ from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check
 from ...trust import weighs
 from .._transformers import check_token_options
 
-ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
-# Options of transformers' generation that leave tokens out, each with the values that leave none out.
+ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses with PPO's clipping, whose range may differ by token
+# Options of transformers' generation that exclude tokens from sampling, each with the values that exclude none.
 _CUTS: dict[str, tuple[Any, ...]] = {
     "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),
@@ -33,14 +33,14 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
     """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line and in YAML,
     like ``GRPOConfig``'s own.
 
-    TRL's ``top_entropy_quantile`` below 1 sets ``token_rule="entropy"``, that share from start to end, and
-    ``loss_denominator="all"``. ``docs/trl.md`` says what differs from TRL's mask.
+    If TRL's ``top_entropy_quantile`` is below 1, it sets ``token_rule="entropy"``, a constant share of tokens equal to
+    the quantile, and ``loss_denominator="all"``. ``docs/trl.md`` lists the differences from TRL's mask.
 
     Raises:
         ValueError: an option with a bad value; ``top_entropy_quantile`` beside another choice of tokens; the rule
-            "entropy_quantile" with several processes, since each would use its own quantile; importance ratios of
-            entropy groups with a loss that does not clip them; ``sampling_mask`` if generation cuts no token, or if its
-            sets cannot be recorded.
+            "entropy_quantile" with several processes, since each process would use its own quantile; importance ratios
+            of entropy groups with a loss that does not clip them; ``sampling_mask`` if generation excludes no token, or
+            if the sets cannot be recorded.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -120,7 +120,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
                 "same ratios; takes False, or a rule without weights"
             )
         for name, takes in (
-            ("scale_rewards", ("group", "none")),  # else advantages depend on the other groups
+            ("scale_rewards", ("group", "none")),  # otherwise advantages depend on the other groups
             ("multi_objective_aggregation", ("sum_then_normalize",)),
         ):
             if self.refill and (value := getattr(self, name)) not in takes:
@@ -135,7 +135,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             self._require_sampled_sets()
 
     def _require_sampled_sets(self) -> None:
-        """Raises if generation with these options has no sets, or sets that cannot be recorded."""
+        """Raises if generation with these options uses no sets, or sets that cannot be recorded."""
         refused = {
             "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
             "use_transformers_continuous_batching": (
@@ -160,5 +160,5 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             )
 
     def schedule(self) -> DownSamplingSchedule:
-        """The trainer's budget schedule. Its rollouts are numbers, not shares."""
+        """The trainer's budget schedule. Its rollouts are counts, not shares."""
         return Selection(self).schedule(self.num_generations)

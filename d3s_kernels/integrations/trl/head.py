@@ -70,10 +70,10 @@ class HostNumber:
 class OurHead:
     """Replaces TRL's ``ChunkedLogProbFunction`` during one call that scores tokens."""
 
-    model_head: ModelHead | None = None  # of the model that is scored, if it was verified
+    model_head: ModelHead | None = None  # the head of the scored model; None if not verified
     adds_to_gradients: bool = False  # whether the backward itself may add to ``weight.grad``
     kept: HostNumber | None = None  # how many tokens have a gradient
-    sets: tuple[Tensor, Tensor] | None = None  # the sets of a forward's tokens, and a mask: which have a label
+    sets: tuple[Tensor, Tensor] | None = None  # the sets of a forward's tokens, and the mask of labelled tokens
 
     def apply(
         self,
@@ -113,11 +113,11 @@ class OurHead:
             )
             return theirs
         bias = None if bias is None else bias.to(dtype)
-        # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but this is the
-        # same as (c/s) tanh(x / (c/s)) / (T/s).
+        # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but the formula
+        # equals (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         sets = None
-        if self.sets is not None:  # of the labelled tokens; their number is known, so there is no host sync
+        if self.sets is not None:  # for labelled tokens; the host knows their number, so there is no host sync
             places, _ = ops.compact(self.sets[1], len(targets))
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
@@ -129,7 +129,7 @@ class OurHead:
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
     def _at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
-        """The hooks of a backward whose products have this dtype. They hold a parameter, but no gathered weight."""
+        """The hooks for a backward whose products have this dtype. They hold a parameter, but no gathered weight."""
         parameter = weight if self.adds_to_gradients and weight.is_leaf else None
         return AtBackward(
             lambda: None if parameter is None else _gradient_to_add_to(parameter, dtype),
@@ -138,7 +138,7 @@ class OurHead:
 
 
 def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """``weight.grad``, if adding to it directly has the same effect as leaving that to autograd; else None."""
+    """``weight.grad``, if the backward may add to it directly, with the same effect as autograd; else None."""
     if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
@@ -146,7 +146,7 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 class OverSets:
-    """Wraps TRL's model, to give the head the sets that the scored tokens were drawn from.
+    """Wraps TRL's model, and gives the head the sets that the scored tokens were drawn from.
 
     TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. The sets are
     int32 ``[rows, tokens, width]``, for the same rows and for the last columns of the labels.
@@ -187,7 +187,7 @@ def _why_not(
 @contextmanager
 def d3s_head(head: OurHead | None = None) -> Iterator[None]:
     """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
-    # TRL packs the labelled positions only on devices where its own kernels run, which it asks _use_triton.
+    # TRL packs the labelled positions only on devices where its own kernels run; it calls _use_triton to find out.
     ours = {"_ChunkedLogProbFunction": head or OurHead(), "_use_triton": lambda device: True}
     module: dict[str, Any] = vars(trl_utils)
     theirs = {name: module[name] for name in ours if name in module}

@@ -15,7 +15,7 @@ from ...page import selection_page
 from .batch import Batch, loss_mask
 
 SHOWN = 64  # rollouts on a page: whole groups, the first ones of the generation batch
-ROLLOUT = "d3s_rollout"  # a batch's field: the place of each row in the generation batch of all processes
+ROLLOUT = "d3s_rollout"  # a batch field: the index of each row in the generation batch of all processes
 
 
 class PageOfBatch:
@@ -23,21 +23,22 @@ class PageOfBatch:
 
     def __init__(self, step: int, group: int, micro_batches: int) -> None:
         self.step, self._group = step, group
-        self._awaited = micro_batches  # this process's micro-batches that were not scored yet
+        self._awaited = micro_batches  # the number of this process's micro-batches that are not scored yet
         self._shown = max(1, SHOWN // group) * group
         self._rollouts = CollectedRollouts()
         self._rewards: Tensor | None = None
 
     def add_generated(self, batch: Batch, rewards: Tensor | None, process: int, pad_token: int) -> None:
         """Adds this process's rollouts before any is dropped, and the rewards of all processes' rollouts (NaN where no
-        function gave one). Marks each row with its place in the whole batch.
+        function gave one). Marks each row with its index in the whole batch.
         """
         self._rewards = None if rewards is None else rewards[: self._shown].float().cpu()
         rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
         batch[ROLLOUT] = torch.arange(process * rows, (process + 1) * rows, device=device)
         prompts, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
         completions, counts = batch["completion_ids"].cpu(), loss_mask(batch).cpu().bool()
-        # TRL sets the mask of a truncated completion to 0 where it is left out of the loss. Its text is still shown.
+        # TRL sets the mask of a truncated completion to 0 if the loss leaves it out. The completion's text is still
+        # shown.
         has_text = batch["completion_mask"].cpu().bool() | (completions != pad_token)
         places, advantages = torch.arange(1, completions.shape[1] + 1), batch["advantages"].tolist()
         for row, place in self._rows(batch):
@@ -56,11 +57,11 @@ class PageOfBatch:
         return self._awaited == 0
 
     def _rows(self, batch: Batch) -> list[tuple[int, int]]:
-        """The rows of a batch that are shown, each with its place."""
+        """The rows of a batch that are shown, each with its index in the whole batch."""
         return [(row, place) for row, place in enumerate(batch[ROLLOUT].tolist()) if place < self._shown]
 
     def write(self, folder: Path, tokenizer: Any, is_main: bool) -> None:
-        """Gathers what the processes have, and writes the page. All processes have to call this."""
+        """Gathers the rollouts of all processes, and writes the page. All processes have to call this."""
         rollouts = joined(gather_object([self._rollouts]))
         if not is_main:
             return

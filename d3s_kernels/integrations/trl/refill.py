@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476): groups of other prompts take the place of those without a spread."""
+"""DAPO's dynamic sampling (arXiv 2503.14476): groups of other prompts replace groups without a spread."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 def other_prompts(
     dataset: Any, like: dict[str, Any], groups: int, generations: int, ranks: int, rank: int, *seeds: int
 ) -> list[dict[str, Any]]:
-    """Examples for ``groups`` more groups of this rank, each repeated ``generations`` times. The seeds (the run's, the
-    step, and how often the batch was refilled) decide the data set's order, of which each rank takes its own part.
-    ``like`` is an example of the batch, which has the columns that TRL keeps.
+    """Examples for ``groups`` more groups of this rank, each repeated ``generations`` times. The seeds (the run's seed,
+    the step, and how often the batch was refilled) decide the data set's order. Each rank takes its own part of that
+    order. ``like`` is an example from the batch, with the columns that TRL keeps.
     """
     seed = 0
     for part in seeds:
@@ -25,9 +25,9 @@ def other_prompts(
 
 
 def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
-    """For each group of each rank the group that takes its place: itself, or one of the further ones with a spread.
-    ``same`` ``[ranks, groups]`` marks groups without a spread, ``same_of_more`` the further groups without one. Numbers
-    of further groups follow those of the groups.
+    """For each group of each rank, the index of the group to use: its own index, or that of a further group with a
+    spread. ``same`` ``[ranks, groups]`` marks the groups without a spread, ``same_of_more`` the further groups without
+    a spread. The indices of the further groups follow the indices of the groups.
 
     Example:
         >>> import torch
@@ -59,14 +59,14 @@ def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], rows: Tensor, more: int) -> None:
     """Puts the rows of a refilled batch into TRL's table of completions. ``before`` is the result of
     :func:`take_logged`; ``logs`` has the ``more`` further rows of each rank. ``rows``, from :func:`rows_of`, counts a
-    rank's earlier rows first, then its further ones.
+    rank's earlier rows first, then its further rows.
     """
     ranks, count = rows.shape
     for name, column in _columns(logs).items():
         earlier, further = before.get(name, []), list(column)
         if not earlier and not further:  # TRL does not use this column
             continue
-        # TRL may hold only a column's latest rows, or none: None stands for each missing one.
+        # TRL may hold only a column's latest rows, or no rows: None stands for each missing row.
         earlier = [None] * (ranks * count - len(earlier)) + earlier
         further = [None] * (ranks * more - len(further)) + further
         column.clear()

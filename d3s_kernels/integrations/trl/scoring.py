@@ -1,9 +1,9 @@
 """TRL's calls for scores of tokens, its passes without gradient before the update, and its log.
 
 The trainer overrides private methods of TRL, which may change without notice. This package's ``__init__`` checks TRL's
-version once; ``tests/trainers/trl_surface.py`` lists what we rely on. What the version does not tell is checked during
-the run, since a change could give a wrong gradient without an error: here which passes TRL makes over a generation
-batch, and in :mod:`.trainer` that the selection acts in each step, also in a subclass of ours.
+version once; ``tests/trainers/trl_surface.py`` lists what we rely on. A change that the version does not show could
+give a wrong gradient without an error, so two things are checked during the run. This module checks which passes TRL
+makes over a generation batch. :mod:`.trainer` checks that the selection acts in each step, even in a subclass.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Passes:
     """Which passes TRL should make, and which of them wait until the rollouts are chosen."""
 
     def __init__(self, names: list[str]) -> None:
-        self.names = names  # those that TRL has not asked for yet, by the batch fields that they fill
-        self.postponed: dict[str, Tensor] = {}  # what TRL got in their place
+        self.names = names  # passes that TRL has not asked for yet, each named by the batch field that it fills
+        self.postponed: dict[str, Tensor] = {}  # the placeholders that TRL got, by name
         self.entropy: Tensor | None = None
 
     def next(self, of_reference: bool) -> str:
@@ -46,7 +46,7 @@ class Passes:
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
         """A placeholder for TRL's batch, which raises as soon as anything reads it. A plain tensor on the meta device
-        would not: torch can add it to another tensor in place without an error.
+        would not raise: torch can add it to another tensor in place.
         """
         self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
         return self.postponed[name]
@@ -75,7 +75,7 @@ class Passes:
 
 
 class _Postponed(Tensor):
-    """Log-probabilities that are not there yet."""
+    """Log-probabilities that are not computed yet."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +112,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return int(self.model.config.get_text_config().vocab_size)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Keeps 0-d tensors until the next log, which has the only host sync. NaN is not logged."""
+        """Keeps 0-d tensors until the next log, which causes the only host sync. NaN is not logged."""
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
@@ -152,7 +152,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         policy = self.accelerator.unwrap_model(self.model)
         if getattr(policy, "peft_config", None) is None:
             return False
-        # On adapter layers this is a property; on transformers' models it is a method.
+        # ``disable_adapters`` is a property of adapter layers, but a method of transformers' models.
         switched_off = any(getattr(module, "disable_adapters", None) is True for module in policy.modules())
         return switched_off or bool(policy.active_adapter == "ref")
 

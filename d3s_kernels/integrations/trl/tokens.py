@@ -26,12 +26,12 @@ UNMEASURED = "d3s_unmeasured"  # a batch field: marks rows whose dropped tokens'
 class ChoosesTokens(Scoring):
     """Chooses tokens. TRL's loss gets scores of all tokens, and gradient flows only through the kept ones."""
 
-    epsilon_low: Any  # TRL's numbers; while TRL computes ESPO's loss, tensors with a value for each token
+    epsilon_low: Any  # TRL's float; while TRL computes ESPO's loss, a tensor with a value for each token
     epsilon_high: Any
     _gradient_was_selected = False  # whether a gradient came through the hook below in this step
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-    _just_kept = HostNumber(torch.zeros(()))  # kept tokens of the last micro-batch, over all processes
-    _kept_in_update = 0  # kept tokens of the current update so far
+    _just_kept = HostNumber(torch.zeros(()))  # the number of the last micro-batch's kept tokens, over all processes
+    _kept_in_update = 0  # the number of kept tokens of the current update so far
     _page: PageOfBatch | None = None  # set while a generation batch with a page is trained on
 
     @property
@@ -63,8 +63,8 @@ class ChoosesTokens(Scoring):
             self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The entropies from an extra pass, 0 in rows that it skips; and a mask of the rows that need no score: those
-        without a token and, unless tokens are ranked by entropy alone, those with advantage 0.
+        """The entropies from an extra pass, and a mask of the rows that need no score. Rows without a token need no
+        score; nor do rows with advantage 0, unless tokens are ranked by entropy alone. Skipped rows have entropy 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
@@ -76,7 +76,7 @@ class ChoosesTokens(Scoring):
             return torch.zeros(mask.shape, device=mask.device), ~useful
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
-        assert scored is not None  # it was asked for
+        assert scored is not None  # it was requested
         # Rows scored only to match another process's number are not logged: a single process would skip them.
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
@@ -107,7 +107,7 @@ class ChoosesTokens(Scoring):
         # This part of the trainer's state is saved in checkpoints and restored from them; a new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
         counts["num_tokens_kept"] += number
-        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced: TRL logs means
+        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced, not appended, since TRL logs means
         self._kept_in_update += number
         if self.accelerator.sync_gradients:  # the update's last micro-batch
             metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
@@ -133,7 +133,7 @@ class ChoosesTokens(Scoring):
         head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
         unknown = mask & ~measured
-        entropy = torch.where(unknown, mean, entropy)  # makes TRL's mean over all tokens the mean of the measured ones
+        entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the measured tokens' mean
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
             page, self._page = self._page, None
             page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
@@ -159,7 +159,7 @@ class ChoosesTokens(Scoring):
         return logprob, entropy, aux
 
     def _tokens_are_independent(self, inputs: Batch) -> bool:
-        """Whether each token's gradient depends only on its own log-probability: then dropped tokens need no score."""
+        """Whether each token's gradient depends only on its own log-probability. Then dropped tokens need no score."""
         return bool(
             self.importance_sampling_level == "token"
             and not self._espo
@@ -172,7 +172,8 @@ class ChoosesTokens(Scoring):
         )
 
     def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
-        """Scores only rows with a kept token, up to the last kept column; other tokens get earlier values.
+        """Scores only rows with a kept token, up to the last kept column; all other tokens get the values of earlier
+        passes.
 
         If no token is kept, the first row is still forwarded: all processes take part in a sharded model's forward.
         """
@@ -208,7 +209,7 @@ class ChoosesTokens(Scoring):
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logs a micro-batch's token metrics. Entropy means are over the ``measured`` tokens, which include all kept
-        ones. Returns, over all processes, the numbers of kept and of all tokens, and the mean entropy.
+        ones. Returns the numbers of kept tokens and of all tokens, and the mean entropy, each over all processes.
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
@@ -226,8 +227,8 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
     over each sequence ("grpo") the advantages are multiplied by weights, which turn that average into ESPO's mean over
     the sequence's groups. In the other losses all tokens of the groups have the same weight.
 
-    ``logprob`` and ``entropy`` are ``[B, T]``, from the training forward, constants. They replace the old policy's
-    values if the batch has none: then the policy has not changed since.
+    ``logprob`` and ``entropy`` are ``[B, T]``, from the training forward, constants. If the batch has no values of the
+    old policy, they are used instead, since the policy has not changed.
     """
     old = batch.get(OLD, logprob)
     terms = espo_terms(
@@ -236,6 +237,6 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
     )  # fmt: skip
     weight = terms.weight if args.loss_type == "grpo" else (terms.weight > 0).float()
     changed = {OLD: logprob - terms.ratio.log(), "advantages": batch["advantages"].unsqueeze(1) * weight}
-    if "sampling_per_token_logps" not in batch:  # TRL's off-policy mask would read the changed "old" ones
+    if "sampling_per_token_logps" not in batch:  # otherwise TRL's off-policy mask would read the changed "old" values
         changed["sampling_per_token_logps"] = old
     return changed, terms.epsilon

@@ -1,8 +1,8 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
 This file makes the trainer, routes each of TRL's calls for scores to the method for its caller, and chooses the
-rollouts after TRL has made a generation batch. :mod:`.tokens` overrides what TRL does while it computes a loss, and
-:mod:`.scoring` its passes without gradient and its log.
+rollouts after TRL has made a generation batch. :mod:`.tokens` overrides what TRL does while it computes a loss.
+:mod:`.scoring` overrides TRL's passes without gradient and its log.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class D3STrainer(ChoosesTokens):
 
     Rollouts: once a generation batch has its advantages, rollouts are chosen over all processes (``rollout_rule``), and
     each process gets the same number of rows. Dropped rollouts enter no later forward, and no pass for old or reference
-    log-probabilities. The one exception is vLLM's correction, which needs the old ones before the choice.
+    log-probabilities. The one exception is vLLM's correction, which needs the old log-probabilities before the choice.
 
-    Tokens: exactly the top share by ``|advantage| * entropy``, or by another ``token_rule``, is kept, with the entropy
-    of each training forward or of one pass before the update (``entropy_from``). The loss is TRL's own, of any type,
-    over all valid tokens of the kept rollouts, but gradient flows only through the kept tokens. With
-    ``loss_denominator="kept"`` the gradient is multiplied by all / kept, counted over the same tokens as TRL's
-    denominator (``docs/trl.md`` has the table). The same holds for KL and the entropy bonus. The value of the loss and
-    the clip metrics still cover all tokens. If the update skips dropped tokens, these count with a ratio of 1 and with
-    the entropy of the earlier pass.
+    Tokens: exactly the top share by ``|advantage| * entropy``, or by another ``token_rule``, is kept. The entropy is
+    that of each training forward, or that of one pass before the update (``entropy_from``). The loss is TRL's own, of
+    any type, over all valid tokens of the kept rollouts, but gradient flows only through the kept tokens. With
+    ``loss_denominator="kept"`` the gradient is multiplied by the ratio of all tokens to kept tokens, counted over the
+    same tokens as TRL's denominator (``docs/trl.md`` has the table). The gradients of KL and of the entropy bonus are
+    treated in the same way. The value of the loss and the clip metrics still cover all tokens. If the update skips
+    dropped tokens, they count with a ratio of 1 and with the entropy of the earlier pass.
 
-    With ``sampling_mask``, all these log-probabilities and entropies are over the set of tokens that a token was drawn
-    from, which is recorded while transformers generates.
+    With ``sampling_mask``, each of these log-probabilities and entropies is over the set that the token was drawn from.
+    The sets are recorded while transformers generates.
 
     Evaluation is TRL's.
 
@@ -67,8 +67,8 @@ class D3STrainer(ChoosesTokens):
         1
     """
 
-    _recorded: Recorded | None = None  # the sets of a generation batch, until they are in the batch
-    _rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
+    _recorded: Recorded | None = None  # the sets of a generation batch, until they are added to the batch
+    _rewards: Tensor | None = None  # all processes' rewards, by function; set until rollouts are chosen
     _rollouts_were_chosen = False  # for a generation batch, on which several steps may train
     _last_page: int | None = None  # the step of this run's last page
 
@@ -99,7 +99,7 @@ class D3STrainer(ChoosesTokens):
         for when, progress in (("start", 0.0), ("end", 1.0)):
             asked, kept = self._selection.number_of_rollouts(progress, total // n, n, multiple)
             value = getattr(self.args, f"rollouts_{when}")
-            drops_nothing = when == "start" and asked == total and value != 1  # a share of 1 asks for all of them
+            drops_nothing = when == "start" and asked == total and value != 1  # a share of 1 is meant to keep all
             if self.accelerator.is_main_process and (drops_nothing or kept > 1.25 * asked):
                 warnings.warn(
                     f"rollouts_{when}: got {value}, but {kept} of {total} rollouts are kept: a group has {n}, and "
@@ -131,7 +131,7 @@ class D3STrainer(ChoosesTokens):
         return loss
 
     def _raise_not_covered(self, names: tuple[str, ...], message: str) -> NoReturn:
-        """The error names those of these methods that are neither ours nor TRL's."""
+        """Raises an error with the names of those methods that are neither ours nor TRL's."""
         methods = [getattr(self, name) for name in names]
         known = ("trl.", "transformers.", "d3s_kernels.")
         others = [method for method in methods if not f"{method.__module__}.".startswith(known)]
@@ -148,9 +148,9 @@ class D3STrainer(ChoosesTokens):
             return trls(*arguments, *more, **{**options, **changed})
 
         module = model.model if isinstance(model, OverSets) else model
-        model_head = read_head(self.accelerator.unwrap_model(module))  # read in each call: an adapter may be new
+        model_head = read_head(self.accelerator.unwrap_model(module))  # in each call, since an adapter may be new
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
-        # The backward may add to a gradient if nothing reads it before the optimizer: no reducer, no shards, no scaler.
+        # The backward may add to ``grad`` directly if only the optimizer reads it: no reducer, no shards, no scaler.
         alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
         head = OurHead(model_head, adds_to_gradients=inputs is not None and alone)
         with d3s_head(head):
@@ -209,8 +209,8 @@ class D3STrainer(ChoosesTokens):
         self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
 
     def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
-        """Replaces groups without a spread, at most ``refill`` times. Groups are whole on their rank and do not move,
-        and all ranks know all rewards, so that the ranks agree without another message.
+        """Replaces groups without a spread, at most ``refill`` times. Each group lies on one rank and does not move.
+        All ranks know all rewards, so they agree without further communication.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
@@ -265,7 +265,7 @@ class D3STrainer(ChoosesTokens):
         ranks, here, n = accelerator.num_processes, accelerator.process_index, self.num_generations
         has_images = own_advantages.new_tensor([float("num_images" in batch)])
         message = torch.cat([own_advantages.float(), loss_mask(batch).sum(dim=1).float(), has_images])
-        everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one message
+        everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one collective
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
         _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
         keeps_all = number == advantages.numel()
@@ -281,7 +281,7 @@ class D3STrainer(ChoosesTokens):
         # A subclass may compute advantages without rewards.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
-        if not keeps_all:  # else no row moves, and there is no host sync
+        if not keeps_all:  # otherwise no row moves, and there is no host sync
             if self.args.advantages_from == "kept":
                 anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
                 batch["advantages"] = anew.view(ranks, -1)[here]

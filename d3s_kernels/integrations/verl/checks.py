@@ -16,7 +16,7 @@ FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Raises a ValueError for the first row whose sets do not match its sampled tokens. ``rows`` has for each key the
+    """Raises a ValueError for the first row whose sets do not match its sampled tokens. For each key, ``rows`` has the
     row's sets, its response and its response mask. Returns the size of each token's set, row after row; 0 where the
     mask is 0.
     """
@@ -40,7 +40,7 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
 
 
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
-    """Raises a RuntimeError if the workers computed entropies over more tokens than the sets have.
+    """Raises a RuntimeError if the workers computed entropies over more tokens than the sets contain.
 
     verl's engine ignores what it does not know, so a worker without this library would ignore the sets silently. The
     entropy over a set is at most the logarithm of its size.
@@ -54,9 +54,10 @@ def require_used(sizes: Tensor, entropy: Tensor) -> None:
 
 
 def require_config(config: Any) -> None:
-    """Raises a ValueError if log-probabilities of sets cannot be computed with verl's whole configuration.
+    """Raises a ValueError if verl's whole configuration does not allow log-probabilities over sets.
 
-    The trainer mode calls it if its option asks for sets. A custom loop that sets ``meta_info[NOTE]`` must call it.
+    The trainer mode calls this function if its option asks for sets. A custom loop that sets ``meta_info[NOTE]`` must
+    call it too.
     """
     takes: dict[str, Sequence[Any]] = {f"{FUSED}.impl_backend": ("d3s",)}
     for section in ("actor", "actor.fsdp_config", "ref", "ref.fsdp_config"):

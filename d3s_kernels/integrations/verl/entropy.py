@@ -1,8 +1,9 @@
 """Makes the entropies of a micro-batch available to a policy loss.
 
-verl does not pass entropies to a policy loss. But its caller ``ppo_loss`` has them: of the old policy in a micro-batch
-of verl's V1 trainers, and of the updated policy in the model's output if ``actor.calculate_entropy`` is true. The
-plug-in wraps ``ppo_loss``: while the wrapper runs, :func:`token_entropy` can read both. It changes nothing else.
+verl does not pass entropies to a policy loss. But the loss's caller ``ppo_loss`` has them: the old policy's entropies
+in a micro-batch of verl's V1 trainers, and the updated policy's in the model's output if ``actor.calculate_entropy`` is
+true. The plug-in wraps ``ppo_loss``: while the wrapper runs, :func:`token_entropy` can read both. The wrapper changes
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
     """The entropy of each token, without a gradient, for a policy loss.
 
     Args:
-        source: "old": the entropy of the old policy; "update": of the updated policy; "surprisal":
+        source: "old": the entropy of the old policy; "update": the entropy of the updated policy; "surprisal":
             ``-old_log_prob``, an unbiased estimate of the old policy's entropy from the one sampled token.
-        old_log_prob: ``[B, T]``, like the result, which is in nats.
+        old_log_prob: ``[B, T]``. The result has the same shape, and is in nats.
 
     Raises:
         ValueError: verl has not computed this entropy.
@@ -57,7 +58,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
 
 
 def _ppo_loss(original: Any, config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """verl's ``ppo_loss``: while it runs, :func:`token_entropy` can read the micro-batch."""
+    """Calls verl's ``ppo_loss``. While it runs, :func:`token_entropy` can read the micro-batch."""
     before = _MICRO_BATCH.set((model_output, data))
     try:
         return original(config, model_output, data, *args, **kwargs)

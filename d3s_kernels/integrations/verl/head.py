@@ -1,8 +1,8 @@
 """verl's fused LM head on :func:`d3s_kernels.linear_logprob_entropy`: ``fused_kernel_options.impl_backend=d3s``.
 
 verl's models with fused kernels hand hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
-that class, and functions that make a model with it or prepare its micro-batches: they tell our head which positions of
-a micro-batch are read, and over which sets. The head computes no others.
+that class, and the functions that build a model with it or prepare the model's micro-batches. The replaced functions
+tell our head which positions of a micro-batch are read, and over which sets. The head computes only these positions.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
 class Read:
     """Which log-probabilities of a micro-batch are read."""
 
-    mask: Tensor | None = None  # bool, for each row of this process's hidden states: whether it is read; None: all are
-    at_most: int | None = None  # the host's upper bound on the rows where the mask is True; None if it has no bound
+    mask: Tensor | None = None  # bool: which rows of this process's hidden states are read; None: all rows
+    at_most: int | None = None  # a bound, known to the host, on the number of rows that are read; or None
     sets: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None
-    """In an update, for each packed position: whether it is in the loss, and its old log-probability."""
+    """In an update: for each packed position, whether it is in the loss, and its old log-probability."""
     used: bool = False  # whether our head has computed the micro-batch
 
 
@@ -63,9 +63,9 @@ def _serves(engine: Any, data: Any) -> bool:
 def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     """Which positions of the model's next output will be read.
 
-    In a policy update these are the tokens of ``response_mask``; without gradients, all response tokens except in
-    padding rows. Any other loss, and a caller that asks for the model's output, may read all positions. ``labels`` are
-    this process's, then padding.
+    In a policy update, the tokens of ``response_mask`` are read; in a pass without gradients, all response tokens
+    except those of padding rows. Any other loss may read all positions, and so may a caller that asks for the model's
+    output. ``labels`` has this process's labels, and then padding.
     """
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
@@ -108,7 +108,7 @@ def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
 
 
 def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
-    """This rank's part of the mask: verl pads the packed sequence and splits it evenly."""
+    """This rank's part of the mask: verl pads the packed sequence and splits it evenly over the ranks."""
     ranks = engine.ulysses_sequence_parallel_size if engine.use_ulysses_sp else 1
     whole = torch.cat([mask, mask.new_zeros(ranks * rows - len(mask))])
     return whole.view(ranks, rows)[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
@@ -146,7 +146,8 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 def _require_plain_head(model: Any) -> None:
     """Raises if a model computes its logits from more than hidden states and a weight: verl passes on nothing else.
 
-    On several ranks, verl has loaded the weights on only one, which runs the model. The others read its configuration.
+    With several ranks, verl has loaded the weights only on one of them. That rank runs the model; the other ranks only
+    read the model's configuration.
     """
     name = type(model).__name__
     refused = f"{OPTION}: got {BACKEND!r} for {name}"
@@ -172,18 +173,18 @@ def _require_plain_head(model: Any) -> None:
 def _patch_forward_with_backends(
     original: Any, model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
 ) -> None:
-    """Takes our back-end's name too."""
+    """Also accepts the name of our back-end."""
     if not use_fused_kernels or fused_kernels_backend != BACKEND:
         original(model, use_fused_kernels, fused_kernels_backend)
         return
     _require_plain_head(model)
-    original(model, use_fused_kernels, "torch")  # its forward makes the class above, with the next line's name
+    original(model, use_fused_kernels, "torch")  # its forward creates the class above, with the next line's back-end
     model._verl_fused_kernels_backend = BACKEND
     print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
 
 def _select_fsdp2_wrap_targets(original: Any, model: Any, fsdp_transformer_layer_cls_to_wrap: Any) -> list[Any]:
-    """Keeps the head in the root's FSDP2 group: FSDP2 gathers a module when it is called, and the head never is."""
+    """Keeps the head in the root's FSDP2 group: FSDP2 gathers a module when it is called, but no one calls the head."""
     modules: list[Any] = original(model, fsdp_transformer_layer_cls_to_wrap)
     if getattr(model, "_verl_fused_kernels_backend", None) != BACKEND:
         return modules

@@ -1,4 +1,4 @@
-"""Policy losses for verl: ``d3s``, another loss with gradient only through its top tokens, and ``espo``."""
+"""Policy losses for verl: ``espo``, and ``d3s``, which is another loss with gradient only through its top tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.workers.config import PolicyLossConfig
 from ...ratios import espo_terms
 from ...selection_options import check_options, check_token_rule, option_names, options_from
 from ...tokens import select_tokens
-from . import entropy  # not its names: it imports verl, which may load this file before `entropy` is complete
+from . import entropy  # only the module: importing it loads verl, and verl may load this file in the meantime
 from .options import POLICY_LOSS, PolicyLossOptions
 
 
@@ -57,12 +57,12 @@ def d3s_policy_loss(
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
         loss_agg_mode, config, rollout_is_weights: passed to the base loss. ``config.policy_loss`` has the options
-            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; the others read the
-            surprisal as entropy too), ``token_scope`` ("batch", which is the micro-batch here, or "sequence") and
-            ``drop_zeros`` (False).
+            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; the other rules also
+            take the surprisal as the entropy), ``token_scope`` ("batch", which is the micro-batch here, or "sequence")
+            and ``drop_zeros`` (False).
 
     Returns:
-        What the base loss returns.
+        The results of the base loss.
 
     Raises:
         ValueError: no config, a bad option, or a base loss that verl does not know.
@@ -93,15 +93,16 @@ def espo_policy_loss(
     of the mean over a group's tokens of ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``.
 
     Groups, ratio ``s`` and ``epsilon`` come from :func:`d3s_kernels.entropy_groups`,
-    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Weights of tokens make the mean over
-    groups, so that verl's "seq-mean-token-mean" can average over micro-batches and ranks. ``clip_ratio`` is not used.
+    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Token weights turn a sequence's mean
+    over tokens into its mean over groups, so that verl's "seq-mean-token-mean" can average over micro-batches and
+    ranks. ``clip_ratio`` is not used.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
-        loss_agg_mode: not used: eq. 5 has one aggregation.
-        config: the actor's. ``config.policy_loss`` has the options ``quantiles`` ([0.8]), ``alpha`` (0.02),
-            ``denominator`` ("self"), ``vocab_size`` (the model's) and ``entropy_source`` ("old").
+        loss_agg_mode: not used, since eq. 5 has only one aggregation.
+        config: the actor's configuration. ``config.policy_loss`` has the options ``quantiles`` ([0.8]), ``alpha``
+            (0.02), ``denominator`` ("self"), ``vocab_size`` (the model's) and ``entropy_source`` ("old").
         rollout_is_weights: float ``[B, T]``, multiplied with the tokens' losses, as in verl's own losses.
 
     Returns:

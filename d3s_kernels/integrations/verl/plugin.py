@@ -37,7 +37,7 @@ def install() -> None:
         return
     for module, setting in _SETTINGS.items():
         if module in _installed or (module == "trainer" and not importlib.util.find_spec("transfer_queue")):
-            continue  # verl's V1 trainers cannot be imported without it
+            continue  # verl's V1 trainers cannot be imported without transfer_queue
         before = len(_replaced)
         try:
             loaded = importlib.import_module(f"{__package__}.{module}")
@@ -45,7 +45,7 @@ def install() -> None:
                 raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
             for replaced in getattr(loaded, "REPLACED", ()):
                 _replace(replaced)
-        except Exception as error:  # verl would hide it
+        except Exception as error:  # verl would hide the error
             _undo(before)  # all of a module's replacements, or none
             warnings.warn(
                 f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be used: {error!r}",
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts verl's own functions back. Names stay registered; the settings that need a replacement are not available."""
+    """Puts verl's own functions back. Names stay registered, but settings that need a replacement no longer work."""
     _undo(0)
     _installed.clear()
 

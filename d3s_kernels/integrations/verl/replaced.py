@@ -14,4 +14,4 @@ class Replaced(NamedTuple):
     takes: list[str]  # its parameters in verl 0.9.1
     by: Callable[..., Any]  # our class; or our function, whose first argument is the original
     held_by: tuple[str, ...] = ()  # modules that import it by name
-    passes_the_rest_on: bool = False  # whether ours takes further parameters, for the original
+    passes_the_rest_on: bool = False  # whether ours passes further parameters on to the original

@@ -1,7 +1,8 @@
 """Reads the sampling masks of verl's rows, and aligns them with the logits of a micro-batch.
 
-verl has no field of its own for them. A rollout can put them under any name into a row's ``extra_fields`` (verl's V1
-trainers) or into ``non_tensor_batch`` or ``batch`` of a ``DataProto`` (its older ray trainer and its forks).
+verl has no field of its own for sampling masks. A rollout can put them under any name into a row's ``extra_fields``
+(verl's V1 trainers) or into ``non_tensor_batch`` or ``batch`` of a ``DataProto`` (verl's older ray trainer and verl's
+forks).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
     """For each position of a micro-batch's logits, the set of the token that the position predicts.
 
     Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
-    predict a prompt token have no set. Nor have rows whose ``response_mask`` is all 0: verl's padding rows, which are
-    copies of a real row with another response.
+    predict a prompt token have no set. Rows whose ``response_mask`` is all 0 have no sets either: these are verl's
+    padding rows, copies of a real row with another response.
 
     Args:
         data: a micro-batch (TensorDict) as verl's engines get it.
-        field: the name of the sets: a field of the rows, or a key of their ``extra_fields``. They are a list of ids
-            for each token of the response, or, for all rows, an integer tensor ``[B, T, K]``, padded with -1.
+        field: the field of the rows that has the sets, or the sets' key in the rows' ``extra_fields``. The sets are
+            either a list of ids for each response token, or one integer tensor ``[B, T, K]``, padded with -1, for all
+            rows.
         width: the sequence dimension of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as
             with ``use_remove_padding``.
 
@@ -37,7 +39,7 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
         ``input_ids``.
 
     Raises:
-        ValueError: no such field; a row with another number of sets than response tokens.
+        ValueError: no such field; a row whose number of sets differs from its number of response tokens.
 
     Example:
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
@@ -73,7 +75,7 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
 
 
 def field_of(data: Any, field: str) -> Any:
-    """The sets of the rows: a tensor, or a list with an entry for each row, which is None where a row has none."""
+    """The sets of the rows: a tensor, or a list with an entry for each row, None for a row without sets."""
     if field in data:
         values = data[field]
         return values if isinstance(values, Tensor) else list(values)
@@ -101,12 +103,12 @@ def flat_responses(data: Any, values: Tensor) -> Tensor:
 
 
 def places_of_responses(data: Any, width: int | None = None) -> Tensor:
-    """For each token of all responses, the position that predicts it: the one before, as an int64 index into the rows
-    of logits. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are nested tensors.
+    """For each token of all responses, the position before it, which predicts it: an int64 index into the rows of
+    logits. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are nested tensors.
     """
     offsets, lengths = data["input_ids"].offsets(), response_lengths(data)
     starts = offsets[:-1] if width is None else torch.arange(len(lengths), device=offsets.device) * width
-    before = lengths.cumsum(0) - lengths  # tokens of the responses before
+    before = lengths.cumsum(0) - lengths  # the number of tokens in all earlier responses
     tokens = len(data["responses"].values()) if data["responses"].is_nested else int(lengths.sum())
     shift = starts + offsets.diff() - lengths - 1 - before
     places: Tensor = torch.arange(tokens, device=offsets.device) + shift.repeat_interleave(lengths, output_size=tokens)

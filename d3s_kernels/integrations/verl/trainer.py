@@ -34,7 +34,8 @@ from .sampling_mask import NOTE, field_of
 
 MODE = "d3s_sync"
 SECTION = f"trainer.v1.{MODE}"
-# In these losses a token's gradient is not proportional to its advantage, so an advantage of 0 does not remove it.
+# In these losses a token's gradient is not proportional to its advantage, so an advantage of 0 does not remove the
+# gradient.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
 _LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
 
@@ -59,9 +60,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
         self._rows = (0, 0)  # rows of this step before and after the selection; 0 until rollouts were chosen
-        self._tokens_are_chosen = False  # in this step
+        self._tokens_are_chosen = False  # whether in this step
         self._rows_of_an_update = 0
-        self._advantages: dict[str, float] = {}  # of the kept rows, by their keys
+        self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
 
     @property
     def _progress(self) -> float:
@@ -72,7 +73,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, what: Literal["rollouts", "tokens"]) -> torch.Generator:
-        """For the rule "random": a generator seeded with the run's seed and the step, so the same after a resume."""
+        """For the rule "random": a generator seeded with the run's seed and the step. It is the same after a resume."""
         seed = 1_000_003 * (self.config.data.get("seed") or 0) + self.global_steps
         return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
@@ -93,7 +94,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         """
         self._require_rollouts()
         config, (rows, kept) = self.config.actor_rollout_ref, self._rows
-        # A rank's rows fill its micro-batches: verl makes no partial micro-batch of fixed size.
+        # With a fixed micro-batch size, verl makes no partial micro-batch, so a rank's rows must fill its
+        # micro-batches.
         sizes = []
         if not config.actor.use_dynamic_bsz:
             sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
@@ -120,7 +122,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
         sizes = require_sets(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
         of_sets = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))  # without mass
+        metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))  # mass is NaN
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
         return batch
@@ -147,7 +149,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         fields = {}
 
         if self.d3s.advantages_from == "all":
-            by_row = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # padding has none
+            by_row = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # padding rows have none
             advantages = by_row.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
@@ -226,7 +228,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         metrics.update(
             _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
         )
-        # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
+        # verl's own metrics cover only the kept rollouts, which were chosen for their extreme scores.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
 

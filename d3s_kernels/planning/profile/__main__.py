@@ -63,7 +63,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """The settings that determine the result, and a hash of the rows: a file is continued only if they are the same."""
+    """The settings that determine the result, and a hash of the rows: a file is continued only if both are the same."""
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "device")}
     # Of a value that JSON cannot express, only the type is hashed.
     text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)

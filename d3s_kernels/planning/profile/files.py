@@ -1,5 +1,5 @@
-"""The files of a profile: the dataset with the queries, and the profile itself, which has the settings in its first
-line, then one line for each query, written when it is finished.
+"""The files of a profile: the dataset with the queries, and the profile itself. The profile's first line has the
+settings. Then it has one line for each query, written when that query is finished.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
 
 
 class ProfileFile:
-    """A profile opened for writing, new or to be continued; ``done`` has the queries that already have a line.
+    """A profile that is open for writing, either new or continued. ``done`` has the queries that already have a line.
 
     An incomplete last line, which a crash may leave, is removed. A file with other settings, or of another kind, is
     refused and not changed.
@@ -76,7 +76,7 @@ class ProfileFile:
         self.done: set[int] = set()
         if complete:
             written, records = _parse(path, complete)
-            wanted = json.loads(first)["settings"]  # as JSON gives it back, so that it can be compared
+            wanted = json.loads(first)["settings"]  # read back from JSON, so that it can be compared
             for name in sorted({*written, *wanted}):
                 if written.get(name) != wanted.get(name):
                     raise ValueError(
@@ -125,8 +125,8 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record
 
 
 def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
-    """All rows of a JSONL file, or of a name that the datasets library knows, each with all columns. The prompt's
-    column is renamed to ``prompt``, as in TRL, and replaces any other column of that name.
+    """All rows of a JSONL file, or of a dataset that the datasets library loads by name, each with all columns. The
+    prompt's column is renamed to ``prompt``, as in TRL, and replaces any other column of that name.
     """
     if Path(dataset).is_file():
         rows = _json_lines(Path(dataset))

@@ -40,8 +40,8 @@ def profile(options: Namespace, rows: list[Row], reward: Callable[..., Any], fil
         template=options.chat_template_kwargs,
     )
     samples, batch_size = options.samples, options.batch_size
-    # Blocks of queries are sampled together. They do not depend on what is done already: the other queries of a block
-    # determine the padding of a query, and so the rounding of its logits.
+    # Queries are sampled together in blocks. A query's padding, and so the rounding of its logits, depends on the other
+    # queries of its block. So the blocks do not depend on which queries are done already.
     block_size = max(1, batch_size // samples)
     with tqdm(total=len(rows), initial=len(file.done), unit="query") as bar:
         for first in range(0, len(rows), block_size):
@@ -70,10 +70,11 @@ def profile(options: Namespace, rows: list[Row], reward: Callable[..., Any], fil
 
 
 class OwnNumbers(LogitsProcessor):
-    """Samples a token for each row with the row's own random numbers, and masks all others for greedy search.
+    """Samples a token for each row with the row's own random numbers, and masks all other tokens, so greedy search
+    takes it.
 
-    ``generate`` itself draws a whole batch from one generator: a query's completions would depend on the other rows of
-    its batch, and would change after a restart.
+    ``generate`` itself draws a whole batch from one generator. So a query's completions would depend on the other rows
+    of the batch, and would change after a restart.
     """
 
     def __init__(self, rows: Sequence[random.Random], temperature: float) -> None:
@@ -83,7 +84,7 @@ class OwnNumbers(LogitsProcessor):
         reached = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         numbers = torch.tensor([row.random() for row in self.rows], dtype=torch.float64, device=scores.device)
         below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # even when rounded: random() is at most 1 - 2^-53
-        token = torch.searchsorted(reached, below_the_sum, right=True)  # first sum above it: its probability is not 0
+        token = torch.searchsorted(reached, below_the_sum, right=True)  # the first sum above it: probability > 0
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
 
@@ -98,10 +99,11 @@ class Sampler:
         self.padding = min(_ids(tokenizer.pad_token_id) or self.stops or {0})
         self.config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=max_new_tokens,
-            do_sample=False,  # OwnNumbers does
+            do_sample=False,  # OwnNumbers samples
             num_beams=1,
             # Options left out would come from the model's configuration, but the profile needs the unmodified policy.
-            # Greedy search reads only repetition_penalty. The other three are set to avoid a warning about the model's.
+            # Greedy search reads only repetition_penalty. The other three are set to avoid a warning about the model's
+            # values.
             repetition_penalty=1.0,
             temperature=1.0,
             top_k=50,
@@ -123,7 +125,7 @@ class Sampler:
         return ids
 
     def completions(self, prompts: Sequence[list[int]], keys: Iterable[str]) -> list[list[int]]:
-        """One completion for each prompt, sampled with the key as its seed, including the token that ends it."""
+        """One completion for each prompt, sampled with the prompt's key as seed, and including its end token."""
         width = max(map(len, prompts))
         rows = [random.Random(key) for key in keys]
         padded = [[self.padding] * (width - len(ids)) + ids for ids in prompts]
@@ -187,7 +189,7 @@ def load_reward(name: str) -> Callable[..., Any]:
 
 
 def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids: Sequence[list[int]]) -> list[float]:
-    """The reward of each completion of a query; NaN where it is None, which in TRL means unscorable."""
+    """The reward of each completion of a query; NaN where the function returns None, which in TRL means unscorable."""
     count = len(completions)
     not_passed = {"prompt", "completion", "completion_ids"}  # TRL does not pass these columns on either
     rewards = reward(
