@@ -30,7 +30,7 @@ MULTIPROCESSORS, THREADS, REGISTERS, SHARED, BLOCKS = 132, 2048, 65_536, 228 << 
 KERNELS = {
     "topk_mask": "select_segmentsILb0ELb0ELi2E",
     "topk_mask (long)": "select_segmentsILb0ELb0ELi4E",
-    "topk_mask (held)": "select_held",
+    "topk_mask (held)": "select_heldILi8ELi8E",
     "topk_mask (first digit)": "count_first",
     "topk_mask (second digit)": "split_pieces",
     "topk_mask (third digit)": "count_last",

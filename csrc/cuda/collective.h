@@ -80,6 +80,11 @@ struct WarpGroup {
     total = __shfl_sync(kAllLanes, value, kWarp - 1);
     return before;
   }
+  // The sum over all threads of the warps before this one: there are none.
+  template <class T>
+  __device__ T sum_before_warp(T) const {
+    return T{};
+  }
 };
 
 // The whole block. Its size must be a power of two, and at least kWarp.

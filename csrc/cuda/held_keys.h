@@ -1,4 +1,5 @@
-// A segment whose keys the threads of a block hold in registers, so that only histograms are in shared memory.
+// A segment whose keys the threads of a block, or of a warp, hold in registers, so that only histograms are in shared
+// memory.
 #pragma once
 
 #include "key_mask.h"
@@ -10,63 +11,71 @@ namespace d3s {
 template <int kHeld>
 class HeldRow : public MaskRow {
  public:
-  // How many scores a block of so many threads can hold.
-  static constexpr int64_t most(int threads) { return int64_t{4} * kHeld * threads; }
-
   __device__ HeldRow(bool* mask, int count) : MaskRow(mask, count) {}
 
   // Loads the row's keys. Its first four begins at position `origin` of the scores.
-  template <bool kLookUp, bool kAlone>
-  __device__ void load(ScoreKeys<kLookUp, kAlone> source, int origin, int begin, int end, const BlockGroup& block) {
-    source.load(origin + 4 * first(block), 4 * kWarp, begin, end, keys_);
+  template <bool kLookUp, bool kAlone, class Group>
+  __device__ void load(ScoreKeys<kLookUp, kAlone> source, int origin, int begin, int end, const Group& group) {
+    source.load(origin + 4 * first(group), 4 * kWarp, begin, end, keys_);
   }
 
   // Calls body(four, keys) for the thread's fours. Past the end of the row, keys are absent.
-  template <class Body>
-  __device__ __forceinline__ void for_stretch(const BlockGroup& block, const Body& body) const {
+  template <class Group, class Body>
+  __device__ __forceinline__ void for_stretch(const Group& group, const Body& body) const {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) body(first(block) + j * kWarp, keys_[j]);
+    for (int j = 0; j < kHeld; ++j) body(first(group) + j * kWarp, keys_[j]);
   }
 
   // Stores a word of bytes(keys) for each four.
-  template <class Bytes>
-  __device__ __forceinline__ void store_stretch(const BlockGroup& block, const Bytes& bytes) const {
-    const int own = first(block);
+  template <class Group, class Bytes>
+  __device__ __forceinline__ void store_stretch(const Group& group, const Bytes& bytes) const {
+    const int own = first(group);
     if (whole(own) && whole(own + (kHeld - 1) * kWarp)) {
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) store_whole(own + j * kWarp, bytes(keys_[j]));
     } else {
-      for_stretch(block, [&](int four, const uint4& keys) { store(four, bytes(keys)); });
+      for_stretch(group, [&](int four, const uint4& keys) { store(four, bytes(keys)); });
     }
   }
 
  private:
-  __device__ static int first(const BlockGroup& block) {
-    return block.rank / kWarp * (kHeld * kWarp) + block.rank % kWarp;
+  template <class Group>
+  __device__ static int first(const Group& group) {
+    return group.rank / kWarp * (kHeld * kWarp) + group.rank % kWarp;
   }
 
   uint4 keys_[kHeld];
 };
 
-// Shared memory for a search by a block of kWarps warps.
+// The bits of a digit that kWarps warps look for. Each thread has eight bins: so a few warps find more digits, but do
+// not take longer to add up bins than to count keys.
+template <int kWarps>
+constexpr int kDigitBits = 1 + kDigitBits<kWarps / 2>;
+template <>
+constexpr int kDigitBits<1> = 8;
+
+// Shared memory for a search by kWarps warps.
 template <int kWarps>
 struct HeldRoom {
+  static constexpr int kBits = kDigitBits<kWarps>, kBins = 1 << kBits;
+
   alignas(16) uint32_t histogram[kBins + 1];  // count_any_keys() uses the last bin
   alignas(16) int of_warps[kWarps];
   int lowest;  // the count of the lowest bin
   Found<int> found;
-  alignas(16) unsigned char group[BlockGroup::kSharedBytes];
+  alignas(16) unsigned char group[kWarps > 1 ? BlockGroup::kSharedBytes : 1];
 };
 
 // Finds one more digit, as find_digit does, and leaves counts of 0. start(sum of all counts, count of the lowest bin)
-// returns the search so far. A thread reads its bins once, all at a time, and warps add up before the first barrier.
-template <int kBits, int kWarps, class Start>
-__device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shift, const BlockGroup& block,
+// returns the search so far, and `prefix` is the lowest bin's. A thread reads its bins once, all at a time, and warps
+// add up before the first barrier.
+template <int kWarps, class Group, class Start>
+__device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shift, uint32_t prefix, const Group& group,
                                                  const Start& start) {
-  constexpr int kEach = (1 << kBits) / (kWarps * kWarp);  // bins of a thread
+  constexpr int kBins = HeldRoom<kWarps>::kBins, kEach = kBins / (kWarps * kWarp);  // bins of a thread
   static_assert(kEach % 4 == 0, "a thread reads fours of bins");
-  const int warp = block.rank / kWarp;
-  const int top = (1 << kBits) - kEach * block.rank;  // the thread's bins are below `top`
+  const int warp = group.rank / kWarp;
+  const int top = kBins - kEach * group.rank;  // the thread's bins are below `top`
 
   int up_to[kEach];  // the sums of the highest bins
 #pragma unroll
@@ -75,13 +84,13 @@ __device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shi
     up_to[i] = four.w, up_to[i + 1] = four.z, up_to[i + 2] = four.y, up_to[i + 3] = four.x;
     four = {};
   }
-  if (block.rank == block.size - 1) room.lowest = up_to[kEach - 1];
+  if (group.rank == group.size - 1) room.lowest = up_to[kEach - 1];
 #pragma unroll
   for (int i = 1; i < kEach; ++i) up_to[i] += up_to[i - 1];
   const int own = up_to[kEach - 1], up_to_lane = warp_inclusive_sum(own);
-  if (block.rank % kWarp == kWarp - 1) room.of_warps[warp] = up_to_lane;
-  if (block.rank == 0) room.found = {};
-  block.sync();
+  if (group.rank % kWarp == kWarp - 1) room.of_warps[warp] = up_to_lane;
+  if (group.rank == 0) room.found = {};
+  group.sync();
   int all = 0, above = up_to_lane - own;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) {
@@ -101,9 +110,9 @@ __device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shi
 #pragma unroll
     for (int i = kEach - 2; i >= 0; --i)
       if (up_to[i] >= wanted) upto = up_to[i];
-    room.found = {before.prefix << kBits | static_cast<uint32_t>(bin), wanted - larger, before.k, upto - larger, shift};
+    room.found = {prefix + static_cast<uint32_t>(bin), wanted - larger, before.k, upto - larger, shift};
   }
-  block.sync();
+  group.sync();
   return room.found;  // between this read and the next call's write, every caller has a barrier
 }
 

@@ -177,8 +177,8 @@ class Taker {
 // Writes the mask of a row, and returns what the thread has kept. If only some ties are kept, ties are counted first.
 // Each warp has a stretch, so that ties are in the order of their index. In each stretch but one, either all ties are
 // kept or none.
-template <class Row>
-__device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
+template <class Row, class Group>
+__device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, const Group& block) {
   const auto is_tie = [&](uint32_t key) { return key == cut.key; };
   bool all = cut.all_ties;  // of the warp's stretch
   int wanted = 0;           // else, how many ties of the stretch are kept
@@ -206,7 +206,8 @@ __device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, cons
   return kept;
 }
 
-__device__ inline Kept sum_of(const Kept& own, const BlockGroup& block) {
+template <class Group>
+__device__ Kept sum_of(const Kept& own, const Group& block) {
   return {block.reduce(own.zeros, Sum()), block.reduce(own.lowest, Min())};
 }
 

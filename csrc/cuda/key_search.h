@@ -45,10 +45,11 @@ struct SearchRoom {
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
 
-__device__ inline void clear_histogram(uint32_t* histogram, const BlockGroup& block) {
+template <class Group>
+__device__ void clear_histogram(uint32_t* histogram, const Group& group, int bins = kBins) {
 #pragma unroll 1
-  for (int i = block.rank; i < kBins / 4; i += block.size) reinterpret_cast<uint4*>(histogram)[i] = uint4{};
-  block.sync();
+  for (int i = group.rank; i < bins / 4; i += group.size) reinterpret_cast<uint4*>(histogram)[i] = uint4{};
+  group.sync();
 }
 
 // Counts a key if it has the digits found so far.
@@ -56,9 +57,11 @@ __device__ __forceinline__ void count_key(uint32_t* histogram, uint32_t key, con
   if (key != kAbsent && digit.follows(key, prefix)) atomicAdd(&histogram[digit.bin_of(key)], 1u);
 }
 
-// Counts the first digit of all keys, also of absent ones. Their digit is 0, which no other key has: it would be a NaN.
-__device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys) {
-  for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> digit_of(0).shift], 1u);
+// Counts the first digit of all keys, also of absent ones. Their digit is 0, which no other key has if the digit has 10
+// bits or more: it would be a NaN.
+__device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys,
+                                                   int shift = digit_of(0).shift) {
+  for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> shift], 1u);
 }
 
 // Counts the next digit of the keys that have the digits found so far. `lowest`, above 0, is the lowest possible key

@@ -1,10 +1,11 @@
 // topk_mask, select_tokens: exactly k of each segment, ties to the lower index.
 //
 // A block handles a segment that fits in its shared memory. It takes one launch and reads the scores once: it makes
-// their keys, and all later passes read the keys. Where all segments have the same length of some 8,192 scores, the
-// threads hold the keys in registers (held_keys.h). A longer segment is cut into pieces (topk_pieces.h). With offsets
-// and no bound on the lengths, both kinds of kernels are launched, and each skips the segments of the other. If a
-// segment is longer than the caller said, its block keeps the keys in global memory: this is slower, but correct.
+// their keys, and all later passes read the keys. Where all segments have the same length of up to 8,192 scores, the
+// threads hold the keys in registers (held_keys.h); a segment of up to 1,024 is one warp's. A longer segment is cut
+// into pieces (topk_pieces.h). With offsets and no bound on the lengths, both kinds of kernels are launched, and each
+// skips the segments of the other. If a segment is longer than the caller said, its block keeps the keys in global
+// memory: this is slower, but correct.
 //
 //   launch             kernel            reads     -> writes
 //   topk_mask          select_segments   scores    -> mask, count, threshold
@@ -28,13 +29,13 @@ struct Spill {
 };
 
 // Writes what is kept of a row, once its k-th largest key is found.
-template <class Row>
+template <class Row, class Group>
 __device__ __forceinline__ void write_found(const Row& row, const Found<int>& found, bool drop_zeros,
-                                            const SelectionOutputs& outputs, const BlockGroup& block) {
-  const Kept own = write_mask(row, cut_at(found), drop_zeros, block);
+                                            const SelectionOutputs& outputs, int segment, const Group& group) {
+  const Kept own = write_mask(row, cut_at(found), drop_zeros, group);
   if (!outputs.count) return;
-  const Kept kept = sum_of(own, block);
-  if (block.rank == 0) write_selected(outputs, blockIdx.x, found.k, kept);
+  const Kept kept = sum_of(own, group);
+  if (group.rank == 0) write_selected(outputs, segment, found.k, kept);
 }
 
 // kLookUp is for pooled batches, where sequences are looked up. Without kSpill, the compiler knows that all keys are in
@@ -79,43 +80,83 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     block.sync();
     found = find_next_digit<true>(room.histogram, digit_of(number), found, block, room.search);
   }
-  write_found(row, found, drop_zeros, outputs, block);
+  write_found(row, found, drop_zeros, outputs, segment, block);
 }
 
-// Segments of one length, whose scores have no mask and no advantage for each token: all are loaded at once. Four
-// blocks share a multiprocessor, which leaves 64 registers for a thread, of which the keys take 32.
-constexpr int kHeldFours = 8, kHoldingThreads = 256;
-using Held = HeldRow<kHeldFours>;
-using Room = HeldRoom<kHoldingThreads / kWarp>;
+// Segments of one length, whose scores have no mask and no advantage for each token: all are loaded at once. kWarps
+// warps hold a segment, kHeld fours in each thread. Eight fours take 32 of the 64 registers that a thread has if 1,024
+// of them share a multiprocessor.
+template <int kWarps>
+struct Holders {
+  using Group = std::conditional_t<kWarps == 1, WarpGroup, BlockGroup>;
+  static constexpr int kSegments = kWarps == 1 ? 4 : 1;  // of a block
+  static constexpr int kThreads = kSegments * kWarps * kWarp;
+};
 
-__global__ void __launch_bounds__(kHoldingThreads, 4)
-    select_held(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros, int length,
-                const __grid_constant__ SelectionOutputs outputs, const __grid_constant__ Faults faults) {
+template <int kWarps, int kHeld>
+__global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 : 1280) / Holders<kWarps>::kThreads)
+    select_held(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
+                int segments, int length, const __grid_constant__ SelectionOutputs outputs,
+                const __grid_constant__ Faults faults) {
+  using Of = Holders<kWarps>;
+  using Room = HeldRoom<kWarps>;
   note_quota(quota, faults);
-  Room& room = *dynamic_shared<Room>();
-  const BlockGroup block(room.group);
-  const int segment = static_cast<int>(blockIdx.x), begin = segment * length, end = begin + length;
-  Held row(outputs.mask + begin, length);
+  const int in_block = Of::kSegments > 1 ? static_cast<int>(threadIdx.x) / kWarp : 0;
+  Room& room = dynamic_shared<Room>()[in_block];
+  const typename Of::Group group(room.group);
+  const int segment = static_cast<int>(blockIdx.x) * Of::kSegments + in_block;
+  if (Of::kSegments > 1 && segment >= segments) return;
+  const int begin = segment * length, end = begin + length;
+  HeldRow<kHeld> row(outputs.mask + begin, length);
   const int origin = begin - row.lead();
 
-  clear_histogram(room.histogram, block);
-  row.load(ScoreKeys<false, true>(scores, origin, segment), origin, begin, end, block);
-  row.for_stretch(block, [&](int, const uint4& of_four) { count_first_digits(room.histogram, of_four); });
-  block.sync();
-  Found<int> found = find_digit<11>(room, digit_of(0).shift, block, [&](int all, int absent) {
+  clear_histogram(room.histogram, group, Room::kBins);
+  row.load(ScoreKeys<false, true>(scores, origin, segment), origin, begin, end, group);
+  constexpr int kShift = Digit::kKeyBits - Room::kBits;
+  row.for_stretch(group, [&](int, const uint4& keys) { count_first_digits(room.histogram, keys, kShift); });
+  group.sync();
+  Found<int> found = find_digit(room, kShift, 0, group, [&](int all, int lowest) {
+    int absent = lowest;
+    if (kSmallestKey >> kShift == 0 && lowest > 0) {  // the lowest bin may have other keys
+      absent = 0;
+      row.for_stretch(group, [&](int, const uint4& keys) {
+        for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) absent += key == kAbsent;
+      });
+      absent = group.reduce(absent, Sum());
+    }
     const int k = static_cast<int>(quota.of(all - absent));
     return Found<int>{0, k, k};
   });
-  const auto find_next = [&](auto number) {
-    constexpr Digit kDigit = digit_of(number.value);
-    const uint32_t lowest = found.prefix << found.shift;
-    row.for_stretch(block, [&](int, const uint4& keys) { count_any_keys(room.histogram, keys, kDigit, lowest); });
-    block.sync();
-    found = find_digit<kDigit.bits>(room, kDigit.shift, block, [&](int, int) { return found; });
+#pragma unroll 1
+  while (found.shift > 0 && !found.keeps_all()) {
+    // The lowest possible key with the digits found has the first bin. If fewer bits than a digit's are left, it has a
+    // later one: larger keys have no bin, and the k-th largest key is not among smaller ones.
+    const int left = min(found.shift, Room::kBits), shift = found.shift - left;
+    const uint32_t first = (found.prefix << left) - static_cast<uint32_t>(Room::kBins - (1 << left));
+    const Digit digit{shift, Room::kBits};
+    row.for_stretch(group,
+                    [&](int, const uint4& keys) { count_any_keys(room.histogram, keys, digit, first << shift); });
+    group.sync();
+    found = find_digit(room, shift, first, group, [&](int, int) { return found; });
+  }
+  write_found(row, found, drop_zeros, outputs, segment, group);
+}
+
+// Launches select_held with the fewest threads that hold segments of `fours` fours. Returns whether there are enough.
+bool select_held_by(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t fours,
+                    const SelectionOutputs& outputs, Device& device) {
+  const auto by = [&](auto warps, auto held) {
+    using Of = Holders<warps.value>;
+    if (fours > int64_t{warps.value} * held.value * kWarp) return false;
+    launch("topk_mask (held)", select_held<warps.value, held.value>, ceil_div(segments.count, Of::kSegments),
+           Of::kThreads, Of::kSegments * sizeof(HeldRoom<warps.value>), device, scores, quota, drop_zeros,
+           static_cast<int>(segments.count), static_cast<int>(segments.length), outputs, device.faults);
+    return true;
   };
-  if (!found.keeps_all()) find_next(std::integral_constant<int, 1>());
-  if (!found.keeps_all()) find_next(std::integral_constant<int, 2>());
-  write_found(row, found, drop_zeros, outputs, block);
+  const std::integral_constant<int, 8> eight;
+  return by(std::integral_constant<int, 1>(), std::integral_constant<int, 4>()) ||
+         by(std::integral_constant<int, 1>(), eight) || by(std::integral_constant<int, 2>(), eight) ||
+         by(std::integral_constant<int, 4>(), eight) || by(eight, eight);
 }
 
 // If only the device knows the lengths, there is one launch for each of these largest sizes. With one launch for all,
@@ -153,15 +194,13 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
     const int threads = threads_for(most);
-    // If each row's mask is made of whole words, no row has a four more.
     const bool words = segments.length % 4 == 0 && misalignment(outputs.mask) % 4 == 0;
     const bool alone = scores.keys || (!scores.mask && scores.kind != Scores::Advantages::kPerToken);
-    if (!segments.ragged() && !look_up && alone && threads == kHoldingThreads && most > Held::most(threads) * 3 / 4 &&
-        most + (words ? 0 : 3) <= Held::most(threads)) {
-      launch("topk_mask (held)", select_held, segments.count, threads, sizeof(Room), device, scores, quota, drop_zeros,
-             static_cast<int>(segments.length), outputs, device.faults);
+    // If each row's mask is made of whole words, no row has a four more.
+    const int64_t fours = words ? segments.length / 4 : (segments.length + 6) / 4;
+    if (!segments.ragged() && !look_up && alone &&
+        select_held_by(scores, quota, drop_zeros, segments, fours, outputs, device))
       return;
-    }
     const bool many = !spill.keys && !look_up && threads <= kFewThreads && most >= kManyInFlight * 4 * threads;
     const auto kernel = many         ? select_segments<false, false, kManyInFlight>
                         : spill.keys ? look_up ? select_segments<true, true> : select_segments<false, true>

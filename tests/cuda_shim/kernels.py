@@ -361,7 +361,8 @@ def test_a_masked_row_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- selections: both sides of every threshold -----------------------------------------------------------------------
 
-LENGTHS = (0, 1, 31, 32, 33, 1024, 1025, 2048, 2049, 4096, 4097, 6144, 6145, 8189, 8190, 8192, 16384, 16385, 40_000)
+LENGTHS = (0, 1, 31, 32, 33, 509, 510, 512, 513, 1021, 1022, 1024, 1025, 2048, 2049, 4096, 4097, 6144, 8189, 8190)
+LENGTHS += (8192, 8193, 16384, 16385, 40_000)
 
 
 @pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
@@ -411,11 +412,12 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("length", [6145, 8188, 8192])
+@pytest.mark.parametrize("length", [20, 512, 1001, 1024, 2046, 4096, 6145, 8188, 8192])
 def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
     """Scores have NaN, zeros of both signs, ties that are not all kept, and keys that differ only in the last digit."""
     near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round these to a few values
     rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
+    rows.append(-1e38 * torch.randn(length).abs())
     for skip in (0, 1, 2, 4):
         room = torch.zeros(len(rows) * length + skip, dtype=dtype)
         scores = room[skip:].view(len(rows), length)
@@ -426,7 +428,7 @@ def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
             assert_identical(d3s.topk_mask(scores, ratio), reference.topk_mask(scores, ratio))
             for drop_zeros in (False, True):
                 given = {"ratio": ratio, "scope": "sequence", "drop_zeros": drop_zeros}
-                each = torch.tensor([1.0, -3.0, 0.5, 2.0])
+                each = torch.tensor([1.0, -3.0, 0.5, 2.0, 1.5])
                 ours, theirs = (of.select_tokens(scores, each, **given) for of in (d3s, reference))
                 for mine, exact in zip(ours, theirs, strict=True):
                     assert_identical(mine, exact)
