@@ -14,8 +14,8 @@ class HeldRow : public MaskRow {
   __device__ HeldRow(bool* mask, int count) : MaskRow(mask, count) {}
 
   // Loads the row's keys. Its first four begins at position `origin` of the scores.
-  template <bool kLookUp, bool kAlone, class Group>
-  __device__ void load(ScoreKeys<kLookUp, kAlone> source, int origin, int begin, int end, const Group& group) {
+  template <bool kLookUp, bool kAtOnce, class Group>
+  __device__ void load(ScoreKeys<kLookUp, kAtOnce> source, int origin, int begin, int end, const Group& group) {
     source.load(origin + 4 * first(group), 4 * kWarp, begin, end, keys_);
   }
 

@@ -36,8 +36,9 @@ constexpr int kFoursInFlight = 2;
 
 // Loads scores and makes their keys. If there is one advantage per sequence, kLookUp says whether each position's
 // sequence is looked up; if not, all positions are in one sequence. A four is loaded as one vector if fours are aligned
-// when one of them begins at position `origin`. kAlone: the scores have no mask, and no advantage for each token.
-template <bool kLookUp, bool kAlone = false>
+// when one of them begins at position `origin`. kAtOnce: no score has an advantage of its own, and the loads of scores
+// and mask do not wait for each other.
+template <bool kLookUp, bool kAtOnce = false>
 class ScoreKeys {
  public:
   __device__ explicit ScoreKeys(const Scores& scores, int origin, int64_t sequence = 0)
@@ -56,6 +57,8 @@ class ScoreKeys {
       return;
     }
     constexpr uint32_t kNoNumber = 0x7fff7fff;  // NaN in every type, whose key is kAbsent
+    uint32_t present[kCount];
+    if (kAtOnce && scores_.mask) load_mask(fours, present);
     float values[kCount][4];
     const auto load_halves = [&](auto tag) {
       using T = typename decltype(tag)::type;
@@ -93,13 +96,17 @@ class ScoreKeys {
           for_each_of(words[j], [&](int i, uint32_t word) { values[j][i] = float_of_bits(word); });
     }
     weigh(fours, values);
-    if constexpr (kAlone) {
+    if constexpr (kAtOnce) {
       keys_of_numbers(values, keys);
+      if (scores_.mask) leave_out(present, keys);
     } else {
 #pragma unroll
       for (int j = 0; j < kCount; ++j)
         keys[j] = {order_key(values[j][0]), order_key(values[j][1]), order_key(values[j][2]), order_key(values[j][3])};
-      if (scores_.mask) leave_out(fours, keys);
+      if (scores_.mask) {
+        load_mask(fours, present);
+        leave_out(present, keys);
+      }
     }
   }
 
@@ -135,7 +142,7 @@ class ScoreKeys {
   template <int kCount>
   __device__ static void load_words(const Fours& fours, const uint32_t* from, uint32_t outside,
                                     uint4 (&words)[kCount]) {
-    if (kAlone && fours.whole(0, kCount - 1)) {
+    if (kAtOnce && fours.whole(0, kCount - 1)) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) words[j] = *reinterpret_cast<const uint4*>(from + fours.place(j));
       return;
@@ -171,27 +178,37 @@ class ScoreKeys {
         if (*key < kSmallestKey || *key > kLargestKey) *key = kAbsent;
   }
 
-  // Makes the keys of masked positions absent.
+  // Loads a byte of the mask for each score.
   template <int kCount>
-  __device__ void leave_out(const Fours& fours, uint4 (&keys)[kCount]) const {
-    uint32_t bytes[kCount];
+  __device__ void load_mask(const Fours& fours, uint32_t (&present)[kCount]) const {
+    const auto from = [&](int j) { return scores_.mask + fours.place(j); };
+    const auto word = [&](int j) { return *reinterpret_cast<const uint32_t*>(from(j)); };
+    if (kAtOnce && fours.whole(0, kCount - 1)) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const bool* from = scores_.mask + fours.place(j);
-      if (fours.whole(j)) {
-        bytes[j] = *reinterpret_cast<const uint32_t*>(from);
-      } else {
-        bytes[j] = 0;
-        for (int i = 0; i < 4; ++i)
-          if (fours.has(j, i) && from[i]) bytes[j] |= 1u << 8 * i;
-      }
+      for (int j = 0; j < kCount; ++j) present[j] = word(j);
+      return;
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      if (!(bytes[j] & 0xffu)) keys[j].x = kAbsent;
-      if (!(bytes[j] & 0xff00u)) keys[j].y = kAbsent;
-      if (!(bytes[j] & 0xff0000u)) keys[j].z = kAbsent;
-      if (!(bytes[j] & 0xff000000u)) keys[j].w = kAbsent;
+      if (fours.whole(j)) {
+        present[j] = word(j);
+      } else {
+        present[j] = 0;
+        for (int i = 0; i < 4; ++i)
+          if (fours.has(j, i) && from(j)[i]) present[j] |= 1u << 8 * i;
+      }
+    }
+  }
+
+  // Makes the keys of masked positions absent.
+  template <int kCount>
+  __device__ static void leave_out(const uint32_t (&present)[kCount], uint4 (&keys)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (!(present[j] & 0xffu)) keys[j].x = kAbsent;
+      if (!(present[j] & 0xff00u)) keys[j].y = kAbsent;
+      if (!(present[j] & 0xff0000u)) keys[j].z = kAbsent;
+      if (!(present[j] & 0xff000000u)) keys[j].w = kAbsent;
     }
   }
 
@@ -203,7 +220,7 @@ class ScoreKeys {
       case Scores::Advantages::kNone:
         return;
       case Scores::Advantages::kPerToken:
-        if constexpr (!kAlone) {
+        if constexpr (!kAtOnce) {
           uint4 words[kCount];
           load_words(fours, reinterpret_cast<const uint32_t*>(advantages), 0, words);
 #pragma unroll

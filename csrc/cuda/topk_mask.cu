@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   write_found(row, found, drop_zeros, outputs, segment, block);
 }
 
-// Segments of one length, whose scores have no mask and no advantage for each token: all are loaded at once. kWarps
+// Segments of one length, whose scores have no advantage for each token: all are loaded at once. kWarps
 // warps hold a segment, kHeld fours in each thread. Eight fours take 32 of the 64 registers that a thread has if 1,024
 // of them share a multiprocessor.
 template <int kWarps>
@@ -194,11 +194,11 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
     const int threads = threads_for(most);
-    const bool words = segments.length % 4 == 0 && misalignment(outputs.mask) % 4 == 0;
-    const bool alone = scores.keys || (!scores.mask && scores.kind != Scores::Advantages::kPerToken);
     // If each row's mask is made of whole words, no row has a four more.
+    const bool words = segments.length % 4 == 0 && misalignment(outputs.mask) % 4 == 0;
     const int64_t fours = words ? segments.length / 4 : (segments.length + 6) / 4;
-    if (!segments.ragged() && !look_up && alone &&
+    const bool at_once = scores.keys || scores.kind != Scores::Advantages::kPerToken;
+    if (!segments.ragged() && !look_up && at_once &&
         select_held_by(scores, quota, drop_zeros, segments, fours, outputs, device))
       return;
     const bool many = !spill.keys && !look_up && threads <= kFewThreads && most >= kManyInFlight * 4 * threads;

@@ -7,6 +7,7 @@ emulated device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that inputs small e
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -414,7 +415,7 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [20, 512, 1001, 1024, 2046, 4096, 6145, 8188, 8192])
 def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
-    """Scores have NaN, zeros of both signs, ties that are not all kept, and keys that differ only in the last digit."""
+    """Scores have NaN, padding, zeros of both signs, ties that are not all kept, and keys with only another last digit."""
     near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round these to a few values
     rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
     rows.append(-1e38 * torch.randn(length).abs())
@@ -424,10 +425,13 @@ def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
         scores.copy_(torch.stack(rows))
         scores[0, ::7], scores[0, 1::7], scores[0, 3::11], scores[:, 5] = 0, -0.0, torch.nan, torch.inf
         scores[0, 9], scores[2, -1] = -torch.inf, torch.nan
-        for ratio in (1e-4, 0.1, 0.9, 1.0):
-            assert_identical(d3s.topk_mask(scores, ratio), reference.topk_mask(scores, ratio))
+        mask = (torch.rand(len(room)) < 0.8)[skip:].view(len(rows), length)
+        mask[1:, length * 2 // 3 :] = False
+        for ratio, present in itertools.product((1e-4, 0.1, 0.9, 1.0), (None, mask)):
+            ours = d3s.topk_mask(scores, ratio, mask=present)
+            assert_identical(ours, reference.topk_mask(scores, ratio, mask=present))
             for drop_zeros in (False, True):
-                given = {"ratio": ratio, "scope": "sequence", "drop_zeros": drop_zeros}
+                given = {"ratio": ratio, "scope": "sequence", "drop_zeros": drop_zeros, "mask": present}
                 each = torch.tensor([1.0, -3.0, 0.5, 2.0, 1.5])
                 ours, theirs = (of.select_tokens(scores, each, **given) for of in (d3s, reference))
                 for mine, exact in zip(ours, theirs, strict=True):
