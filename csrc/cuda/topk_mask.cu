@@ -116,15 +116,15 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
   row.for_stretch(group, [&](int, const uint4& keys) { count_first_digits(room.histogram, keys, kShift); });
   group.sync();
   Found<int> found = find_digit(room, kShift, 0, group, [&](int all, int lowest) {
-    int absent = lowest;
-    if (kSmallestKey >> kShift == 0 && lowest > 0) {  // the lowest bin may have other keys
-      absent = 0;
+    int present = all - lowest;
+    if (kSmallestKey >> kShift == 0 && lowest > 0) {  // the lowest bin may have other keys than absent ones
+      present = 0;
       row.for_stretch(group, [&](int, const uint4& keys) {
-        for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) absent += key == kAbsent;
+        for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) present += key != kAbsent;
       });
-      absent = group.reduce(absent, Sum());
+      present = group.reduce(present, Sum());
     }
-    const int k = static_cast<int>(quota.of(all - absent));
+    const int k = static_cast<int>(quota.of(present));
     return Found<int>{0, k, k};
   });
 #pragma unroll 1
