@@ -1,4 +1,6 @@
-"""The commands of the library: ``d3s``, or ``python -m d3s_kernels``, which without arguments is ``d3s doctor``."""
+"""The commands of the library: ``d3s COMMAND`` or ``python -m d3s_kernels COMMAND``. Without a command,
+``python -m d3s_kernels`` runs ``d3s doctor``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ d3s COMMAND --help has the options of a command.
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Returns 0 if every back-end that runs here agrees with the reference, and all that serve a device run."""
+    """Returns 0 if every back-end that runs here agrees with the reference, and every back-end that serves a device
+    runs.
+    """
     parser = argparse.ArgumentParser(prog="d3s doctor", description="What was built, what runs here, and its checks.")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     as_json = parser.parse_args(arguments).json
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str] = ("doctor",)) -> int:
     parser = argparse.ArgumentParser(prog="d3s", description=DESCRIPTION, formatter_class=layout)
     parser.add_argument("--version", action="version", version=f"d3s_kernels {d3s.__version__}")
     parser.add_argument("command", choices=COMMANDS)
-    command = parser.parse_args(arguments[:1]).command  # each command parses what follows it
+    command = parser.parse_args(arguments[:1]).command  # each command parses its own arguments
     return COMMANDS[command](arguments[1:])
 
 

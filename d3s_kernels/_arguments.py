@@ -1,7 +1,7 @@
-"""Checks the types and devices of arguments, and converts arguments of several forms into the one that the ops take.
+"""Checks the types and devices of arguments, and converts arguments to the form that the ops take.
 
-The kernels check values. The checks here run before those of torch's dispatcher, which does not find every wrong type
-or device and whose messages are less clear.
+The kernels check values. The checks here run before the checks of torch's dispatcher, because the dispatcher does not
+detect every wrong type or device, and its messages are less clear.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 
 def require_tensors(**arguments: Tensor | None) -> None:
-    """Raises unless all arguments are tensors that the ops can read, on the device of the first one."""
+    """Raises unless all arguments are tensors that the ops can read, and are on the device of the first argument."""
     device = None
     for name, value in arguments.items():
         if type(value) is not Tensor and type(value) is not Parameter:
@@ -28,7 +28,7 @@ def require_tensors(**arguments: Tensor | None) -> None:
 
 
 def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
-    """Raises unless each argument is None or a tensor that the ops can read, on the device of ``like``."""
+    """Raises unless each argument is None, or a tensor that the ops can read and that is on the device of ``like``."""
     for name, value in arguments.items():
         if value is not None:
             _require_device(name, value, like.device)
@@ -54,8 +54,9 @@ def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueE
 
 
 def _require_subclass(name: str, value: object, takes: str) -> Tensor:
-    """For a value whose exact type is neither Tensor nor Parameter. Values of these two types skip this check, which
-    saves time; if they have an unreadable layout, the dispatcher refuses them (``_dispatch/registration.py``).
+    """Checks a value whose exact type is neither Tensor nor Parameter. To save time, values of exactly these two types
+    are not checked here: if the layout of such a tensor is unreadable, the dispatcher refuses the tensor
+    (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
@@ -64,14 +65,14 @@ def _require_subclass(name: str, value: object, takes: str) -> Tensor:
 
 
 def require_readable(**arguments: object) -> None:
-    """Raises for tensors whose numbers the ops cannot read: DTensors, nested, sparse and quantised tensors."""
+    """Raises for tensors whose values the ops cannot read: DTensors, nested, sparse and quantised tensors."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) and (reason := why_unreadable(name, value)) is not None:
             raise TypeError(f"{name}: got {reason}")
 
 
 def require_values(**arguments: object) -> None:
-    """As :func:`require_readable`, and raises for tensors on the meta device, which have no values."""
+    """Like :func:`require_readable`, but also raises for tensors on the meta device, which have no values."""
     require_readable(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -79,7 +80,7 @@ def require_values(**arguments: object) -> None:
 
 
 def require_plain(**arguments: object) -> None:
-    """As :func:`require_values`, and raises for wrapper subclasses, which have no memory of their own."""
+    """Like :func:`require_values`, but also raises for wrapper subclasses, which have no memory of their own."""
     require_values(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -87,7 +88,9 @@ def require_plain(**arguments: object) -> None:
 
 
 def why_unreadable(name: str, value: Tensor) -> str | None:
-    """For an error message: why the ops cannot read a tensor's memory, and what to do about it. None if they can."""
+    """Returns why the ops cannot read a tensor's memory and how to make it readable, worded for an error message; None
+    if the ops can read the tensor.
+    """
     kind = type(value)
     if hasattr(kind, "to_local"):  # a DTensor; hasattr(value, ...) is False in torch.compile
         also = ""
@@ -111,7 +114,7 @@ def why_unreadable(name: str, value: Tensor) -> str | None:
 
 
 def checked_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mask as the ops take it: bool, on the device of ``like``."""
+    """Checks that the mask is on the device of ``like``, and converts it to bool."""
     if mask is None:
         return None
     _require_device("mask", mask, like.device)
@@ -119,7 +122,7 @@ def checked_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def as_bool(name: str, mask: Tensor) -> Tensor:
-    """Converts a mask of integers, as tokenizers and trainers make them, to bool."""
+    """Converts an integer mask to bool, since tokenizers and trainers make integer masks."""
     dtype = mask.dtype
     if dtype is torch.bool:
         return mask
@@ -141,8 +144,8 @@ def as_float32(name: str, values: Tensor) -> Tensor:
 
 
 def require_no_tangent(**arguments: Tensor | None) -> None:
-    """Refuses forward-mode tangents. The ops have backward derivatives only, and torch would silently treat their
-    results as constants.
+    """Refuses forward-mode tangents. The ops have only backward derivatives; in forward mode, torch would silently
+    treat the ops' results as constants.
     """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
@@ -159,7 +162,7 @@ def require_whole(**arguments: int | None) -> None:
 
 
 def whole_number(name: str, value: object, *, at_least: int | None = None) -> int:
-    """Returns the value as an int. A symbolic number of torch.compile is refused: see :func:`require_whole`."""
+    """Returns the value as an int. Refuses symbolic integers (torch.compile), which :func:`require_whole` accepts."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: got {value!r}; takes a whole number")
     if at_least is not None and value < at_least:
@@ -193,7 +196,9 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
 
 
 def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
-    """The number, and the tensor that replaces it, if any: float32, 0-d or with one number for each row of ``like``."""
+    """Returns the number and None; or 1.0 and a tensor that replaces the number: float32, 0-d or with one value for
+    each row of ``like``.
+    """
     if not isinstance(temperature, Tensor):
         if not is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
@@ -220,23 +225,23 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
 
 
 def in_a_graph(value: float, like: Tensor) -> Tensor:
-    """The number as a 0-d tensor, since torch.compile would compile a new graph for each float. The caller has to check
-    the value: kernels on a GPU do not check the value of a tensor.
+    """Returns the number as a 0-d tensor, since torch.compile would compile a new graph for each value of a float. The
+    caller has to check the number, because kernels on a GPU do not check the values of tensors.
     """
     return torch.ones((), dtype=torch.float64, device=like.device) * value
 
 
 def checks_everything() -> bool:
-    """Whether ``D3S_KERNELS_CHECK=1`` asks for checks that wait for a GPU or for the other ranks."""
+    """Whether ``D3S_KERNELS_CHECK=1`` enables the checks that wait for a GPU or for the other ranks."""
     return os.environ.get("D3S_KERNELS_CHECK") == "1"
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether the host may read the values: without waiting for a device, or because checks that wait are enabled."""
+    """Whether the host may read the values: they are on the CPU, or checks that wait for the device are enabled."""
     return tensor.is_cpu or checks_everything()
 
 
 def is_number(value: object) -> bool:
-    if type(value) is float or type(value) is int:  # the usual case first: an abstract class is slow
+    if type(value) is float or type(value) is int:  # the usual case first: isinstance is slow for abstract classes
         return True
     return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)

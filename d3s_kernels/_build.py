@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  the CPU library needs its libraries
+import torch  # noqa: F401  loads shared libraries that the CPU library needs
 
 
 def _folder() -> Path:
-    """The folder with the libraries. In an editable install, this file is in another one."""
-    library = find_spec(f"{__package__}._cpu")  # found like a module, but never imported as one
+    """The folder with the compiled libraries. In an editable install, this file is in a different folder."""
+    library = find_spec(f"{__package__}._cpu")  # located like a module, but never imported
     if library is None or library.origin is None:
         raise ImportError(
             f"d3s_kernels: imported from {Path(__file__).parent}, which has no compiled library. Start Python outside "
@@ -27,19 +27,20 @@ FOLDER = _folder()
 
 
 def build_info() -> dict[str, Any]:
-    """What this build holds and what runs here: version, compiler, torch, SIMD levels, CUDA and its architectures.
+    """Describes this build, and what this machine can run: version, compiler, torch, SIMD levels, CUDA architectures.
 
     Returns:
-        ``version``, ``compiler``, ``torch_target`` (the oldest torch that it runs on), ``torch_built_against``,
-        ``simd_levels`` (compiled) and ``simd`` (which runs here), ``cuda`` (None without) and ``cuda_architectures``.
+        ``version``, ``compiler``, ``torch_target`` (the oldest torch that the build runs on), ``torch_built_against``,
+        ``simd_levels`` (all compiled levels), ``simd`` (the level that is used on this machine), ``cuda`` (None in a
+        build without CUDA) and ``cuda_architectures``.
 
     Example:
         >>> import d3s_kernels as d3s
         >>> d3s.build_info()["torch_target"]
         '2.11'
     """
-    # A wheel has the compiled module for each version of Python that its builder had. On another version the same facts
-    # come from the CPU library: no other file depends on the version.
+    # A wheel has one compiled module for each version of Python that its builder had. On any other version of Python,
+    # the same facts are read from the CPU library. No other file depends on the version of Python.
     try:
         text = import_module(f"{__package__}._build_info").build_facts()
     except ModuleNotFoundError:

@@ -13,15 +13,15 @@ from ._dispatch import backends
 from ._selfcheck import checks, raised
 from .compare import Comparison, Difference
 
-OLDEST = (8, 0)  # the first compute capability that the CUDA kernels compile for
-SCHEMA = 1  # of the JSON report; increased when a field changes its meaning or is removed
+OLDEST = (8, 0)  # the lowest compute capability that the CUDA kernels compile for
+SCHEMA = 1  # the version of the JSON report; increased when a field changes its meaning or is removed
 _HEAD = "error / allowed, * serves"
 Say = Callable[[str], object]  # takes the next lines of the text
 
 
 def report(build: dict[str, Any], say: Say) -> dict[str, Any]:
-    """The report for programs: docs/debugging.md has the fields. ``say`` gets each part of the text when it is known,
-    so the text ends where a device hangs.
+    """Returns the report for programs; docs/debugging.md lists the fields. ``say`` gets each part of the text as soon
+    as that part is complete. So if a device hangs, the text shows where.
     """
     facts: dict[str, Any] = {
         "schema": SCHEMA,
@@ -68,11 +68,11 @@ def devices() -> Iterator[tuple[torch.device, str]]:
 
 
 def without_code(architectures: str, capability: tuple[int, int]) -> str:
-    """A message, with what helps, if the CUDA library has no code for a GPU; empty if it has some.
+    """Returns a message with a remedy if the CUDA library has no code for a GPU; else an empty text.
 
-    ``architectures`` are named as CMake does. Machine code (90-real) runs on GPUs of the same major version and this or
-    a higher minor one, PTX (90-virtual) on this and all later GPUs; 90 has both. A name of another kind, such as
-    native, counts as code for every GPU.
+    ``architectures`` has the names that CMake uses. 90-real is machine code: it runs on GPUs with the same major
+    version and the same or a higher minor version. 90-virtual is PTX: it runs on GPUs with the same or any later
+    version. 90 means both. Any other name, such as native, counts as code for every GPU.
     """
     for name in architectures.split():
         number, _, kind = name.partition("-")
@@ -89,15 +89,16 @@ def without_code(architectures: str, capability: tuple[int, int]) -> str:
 
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """What each back-end that should run on the device does there, for the JSON report, and whether all is as it should
-    be: no result is wrong, and a back-end that serves ops (computes them when a user calls them) runs.
+    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether they are
+    good: no result is wrong, and every back-end that serves ops (computes them when a user calls them) runs.
     """
     names, serving = backends.runnable(device.type), backends.serving(device.type)
     good, examined = True, []
     columns: dict[str, dict[str, Difference]] = {}
     for backend in names:
         serves = backend in serving
-        # With one back-end, each op is a line of its own, said at once: so the text shows at which op a GPU hangs.
+        # If there is only one back-end, each op gets its own line as soon as it has run. So the text shows at which op
+        # a GPU hangs.
         error, ops = _run(device, backend, say if len(names) == 1 else None)
         good &= all(worst.agrees or (raised(worst) and not serves) for worst in ops.values())
         good &= not (serves and error)
@@ -122,7 +123,7 @@ def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool
 
 
 def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | None, dict[str, Difference]]:
-    """Why the back-end does not run although it should, or None; and the worst result of each op."""
+    """Returns the reason why the back-end does not run although it should, or None; and the worst result of each op."""
     ops: dict[str, Difference] = {}
     error = None
     try:
@@ -135,21 +136,23 @@ def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | Non
                     say(f"  {op:33}{shown}")
     except Exception as fault:  # any error of a driver or a compiler belongs in the report
         error = f"{type(fault).__name__}: {fault}"
-    if ops and all(map(raised, ops.values())):  # such as where there is no compiler
+    if ops and all(map(raised, ops.values())):  # for example, if there is no compiler
         op, worst = next(iter(ops.items()))
         return f"{op}: {worst.output}", {}
     return error, ops
 
 
 def _cell(worst: Difference) -> str:
-    """The error as a share of the allowed error, "equal", "WRONG", "raised" or "not run"."""
+    """A table cell: the error as a share of the allowed error, or "equal", "WRONG", "raised" or "not run"."""
     if not worst.agrees:
         return "not run" if worst.output.startswith("not run") else "raised" if raised(worst) else "WRONG"
     return f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
 
 
 def _as_json(ops: dict[str, Difference]) -> dict[str, Any]:
-    """JSON has no infinity: an infinite error, such as a number in place of NaN, becomes null."""
+    """The worst result of each op for the JSON report. JSON has no infinity, so an infinite error (such as a number
+    where the exact result is NaN) becomes null.
+    """
     facts: dict[str, Any] = {}
     for op, worst in ops.items():
         error, allowed = (part if math.isfinite(part) else None for part in (worst.error, worst.allowed))

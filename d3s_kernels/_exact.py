@@ -1,8 +1,8 @@
 """Exact results and allowed errors for ``compare``, the doctor and the tests. The allowed errors are only as large as
-float32 makes necessary.
+float32 requires.
 
-``reference.py`` computes the exact results of a public function, and plain PyTorch on the CPU those of an op. An op
-that is no public function is a step of one, which is compared with ``reference.py``.
+The exact results of a public function come from ``reference.py``. The exact results of an op come from plain PyTorch on
+the CPU: an op is a step of a public function, and the whole function is compared with ``reference.py``.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from ._dispatch import backends
 from ._dispatch.libraries import schema_of
 
 Arguments = Mapping[str, Any]
-# Takes an exact result and the call's arguments, and gives a tensor that broadcasts to the result.
+# Takes an exact result and the call's arguments. Returns the allowed error: a tensor that broadcasts to the result.
 Allowed = Callable[[Tensor, Arguments], Tensor]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The exact results of an op or a public function, and how far its results and gradients may be off."""
+    """The exact results of an op or a public function, and the allowed errors of the results and gradients."""
 
     means: Callable[..., Any]
-    """Computes the results from the same arguments, first the tensors that the op writes. None is not compared."""
+    """Computes the exact results from the arguments of the call; the tensors that the op writes come first. A result
+    that is None is not compared.
+    """
     results: Mapping[str, Allowed]
     gradients: Mapping[str, Allowed] = field(default_factory=dict)
-    """The arguments that have a gradient."""
+    """For each argument that has a gradient, the allowed error of this gradient."""
     from_found: bool = False
-    """Whether ``means`` also takes the results of the call, as ``found``: which tokens are kept follows to the bit from
-    the call's entropies, which have rounding errors."""
+    """Whether ``means`` also takes the results of the call, as ``found``. True if the kept tokens depend on the
+    entropies that the call computed. These entropies have rounding errors, but the kept tokens must match them exactly.
+    """
 
 
 # ---- how far a result may be off -------------------------------------------------------------------------------------
@@ -50,12 +53,12 @@ def near(absolute: float, relative: float = 0.0) -> Allowed:
 
 
 entropy = near(1e-5)  # nats
-# Far below the maximum the four roundings of (z - max) / temperature - log S need the relative term.
+# For logits far below the maximum, the four roundings in (z - max) / temperature - log S require the relative term.
 logprob = near(1e-5, 2**-22)
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The error of a gradient in this dtype, as a share of its norm."""
+    """The allowed error of a gradient in this dtype, as a share of the gradient's norm."""
     return 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
@@ -64,20 +67,22 @@ def _temperature(arguments: Arguments) -> Tensor:
 
 
 def _incoming(arguments: Arguments) -> Any:
-    """The size of each row's incoming gradients; 0 if there are none."""
+    """Each row's absolute incoming gradients, summed and divided by the temperature; 0 if there are none."""
     grads = [grad for name in ("grad_logprob", "grad_entropy") if (grad := arguments.get(name)) is not None]
     return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in grads)
 
 
 def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
-    """A share of the norm of each row, plus the rounding error where terms of the gradient cancel."""
+    """A share of the norm of each row's gradient, plus the rounding error that remains where terms of the gradient
+    cancel.
+    """
     norm = exact.double().nan_to_num().norm(dim=-1)
     limit: Tensor = rounding(arguments["logits"].dtype) * norm + 4e-6 * _incoming(arguments)
     return limit.unsqueeze(-1)
 
 
 def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Next to a bound the gradient may be anything, since it jumps to 0 there."""
+    """Allows any gradient where the ratio is next to a bound, since the gradient jumps to 0 at the bound."""
     call = {name: part for name, part in arguments.items() if name != "grad_ratio"}
     ratio = reference.importance_ratio(**call | {"log_bounds": (-math.inf, math.inf)})
     default = (-20, 20) if arguments.get("level", "token") == "token" else (-math.inf, 10)
@@ -86,9 +91,10 @@ def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_head(name: str) -> Allowed:
-    """The rule for the head's result of that name; for a gradient, it limits the norm of the error.
+    """Returns the allowed error of the head's result ``name``. For a gradient, the value limits the norm of the error.
 
-    A logit is off by some rounding steps of the terms of its sum, and all other errors follow from that to first order.
+    A logit is off by a few rounding steps of the terms in its sum. All other errors are derived from the error of the
+    logits, to first order.
     """
 
     def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
@@ -115,7 +121,9 @@ def of_head(name: str) -> Allowed:
 
 
 def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
-    """The selection from the entropies that the call returned, and the exact entropies."""
+    """Returns the exact selection for the entropies that the call returned; its ``entropy`` field has the exact
+    entropies.
+    """
     only_entropy = ("temperature", "sampling_mask", "max_dense_rows")
     of_entropy = {name: options.pop(name) for name in only_entropy if name in options}
     exact = reference.entropy(logits, mask=options.get("mask"), **of_entropy)
@@ -163,26 +171,26 @@ def of_step(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_maximum(exact: Tensor, arguments: Arguments) -> Tensor:
-    """The maximum of a row with NaN may be anything."""
+    """Allows any maximum for a row with NaN."""
     return of_step(exact, arguments).masked_fill(exact.isnan(), math.inf)
 
 
 def of_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
-    """A share of the norm."""
+    """A share of the gradient's norm."""
     dtypes = [part.dtype for part in arguments.values() if isinstance(part, Tensor) and part.is_floating_point()]
     limit: Tensor = max(map(rounding, dtypes)) * (1 + exact.double().nan_to_num().norm())
     return limit
 
 
 def row_of_op(op: str) -> Row:
-    """The row of an op, whose exact results plain PyTorch computes on the CPU."""
+    """Returns the row of an op. Plain PyTorch on the CPU computes the exact results."""
     written, call = written_arguments(op), getattr(torch.ops.d3s_kernels, op).default
 
     def means(**arguments: Any) -> tuple[Any, ...]:
-        if op == "wide_product_":  # only CPUs have this op; plain PyTorch has no kernel for it
+        if op == "wide_product_":  # this op exists only for CPUs; plain PyTorch has no kernel for it
             return (arguments["hidden"].float() @ arguments["weight"].float().T,)
         if any(isinstance(part, Tensor) and part.requires_grad for part in arguments.values()):
-            for name, part in arguments.items():  # such a leaf is in float64, which no op takes
+            for name, part in arguments.items():  # a leaf is float64 here, which no op takes
                 if isinstance(part, Tensor) and part.is_floating_point():
                     arguments[name] = part.float()
         with backends.forced("torch"):

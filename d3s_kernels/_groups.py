@@ -1,4 +1,4 @@
-"""The collectives that the ops across ranks use."""
+"""The collectives of the ops that work across ranks."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Ranks(NamedTuple):
-    """A process group, and which of its ranks this process is."""
+    """A process group, the rank of this process in it, and the number of ranks."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     def add_(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sums the values over the ranks, in place."""
         dist.all_reduce(values, group=self.group)
         return values
 
     def maximum_(self, values: Tensor) -> Tensor:
-        """The maximum over the ranks, in place."""
+        """Takes the maximum of the values over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """``[ranks, ...]``: the values of every rank. They have the same shape on all ranks."""
+        """Returns ``[ranks, ...]``: the values of every rank. ``values`` must have the same shape on all ranks."""
         everyones = values.new_empty(self.size, values.numel())
         _all_gather(everyones.view(-1), values.reshape(-1), group=self.group)
         return everyones.view(self.size, *values.shape)
 
     def gather_number(self, number: int, like: Tensor) -> Tensor:
-        """int64 ``[ranks]``, on the device of ``like``: the number that each rank's host passes."""
+        """Returns int64 ``[ranks]``, on the device of ``like``: the number of every rank."""
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
     def gather_text(self, text: str) -> list[str]:
-        """The text of every rank: one round for the lengths, one for the UTF-8 bytes, padded to the longest. The host
-        waits for both. No rank unpickles what another one sends, so a text can name a fault but not run code.
+        """Returns the text of every rank. One collective gathers the lengths; another gathers the UTF-8 bytes, padded
+        to the longest text. The host waits for both. No rank unpickles data from another rank, so a text can describe a
+        fault but cannot run code.
         """
         message = text.encode()
-        # The device on which torch sends objects: the CPU where the group has a back-end for it, else the group's own.
+        # The device from which torch sends objects: the CPU if the group has a back-end for it, else the group's own
+        # device.
         device = torch.device(c10d._get_object_coll_device(self.group))
         lengths = self.gather(torch.tensor([len(message)], device=device)).view(-1).tolist()
         if max(lengths) == 0:
@@ -74,5 +76,7 @@ def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process
 
 
 def ranks_named(name: str) -> Ranks:
-    """The ranks of the group that torch has registered under this name, since an op cannot take the group itself."""
+    """The ranks of the group that torch has registered under this name. An op takes the name because it cannot take the
+    group itself.
+    """
     return ranks_of(c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]

@@ -1,7 +1,7 @@
 """Checks on a few tokens whether a model's logits follow from its hidden states, its head, a scale and a soft cap.
 
 The model's forward runs with enlarged hidden states, so that the logits reach the range of a soft cap. Then all logits
-are compared, and the autograd graph shows which parameters they depend on.
+are compared, and the autograd graph shows which parameters the logits depend on.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 
-_TOKENS = 4  # the number of tokens in a forward
-_USUAL_CAP = 30.0  # enlarged logits reach this if no soft cap is known
-_ROWS = 4096  # the number of rows of the weight that are compared at a time
+_TOKENS = 4  # the number of tokens in a trial forward
+_USUAL_CAP = 30.0  # stands in for the soft cap when logits are enlarged, if the model's configuration has none
+_ROWS = 4096  # the number of rows of the weight that one product takes
 
-# For each model: at most so many states in which it was tried, and the scale and the soft cap of its logits in each.
+# For each model, the scale and the soft cap that were verified in each state of the model, for at most _STATES states.
 _STATES = 16
 _verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]] = WeakKeyDictionary()
 
 
 class UnsupportedHead(ValueError):
-    """A model whose logits are not those of a linear layer, a scale and a soft cap, or whose weight cannot be read."""
+    """The model does not compute its logits by a linear layer, a scale and a soft cap, or its weight cannot be read."""
 
 
 class UntriedHead(UnsupportedHead):
-    """A model that has no logits to compare with, because it cannot be run on a few tokens."""
+    """The model cannot be run on a few tokens, so that there are no logits to compare with."""
 
 
 class ModelHead(NamedTuple):
-    """How a model makes its logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+    """How a model computes its logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
 
     model: Any
     layer: Any
     scale: float
     softcap: float | None
     prompts: bool
-    """Whether PEFT adds tokens to prompts, so that the body's hidden states do not match the given tokens."""
+    """Whether PEFT adds tokens to prompts, so that the body's hidden states do not match the input tokens."""
 
     @property
     def name(self) -> str:
@@ -52,24 +52,25 @@ class ModelHead(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What a forward of a few tokens showed."""
+    """The record of a forward of a few tokens."""
 
     hidden: Tensor
-    """The enlarged last hidden states that the body returned, or the outermost of nested bodies."""
+    """The last hidden states that the body (the outermost of nested bodies) returned, enlarged."""
     of_head: list[Tensor]
-    """The hidden states that the head was given."""
+    """The inputs of the head, one for each of its calls."""
     dtypes: set[torch.dtype]
     """The dtypes of autocast during the forward."""
     logits: Tensor
 
 
 def verified_head(head: ModelHead) -> ModelHead:
-    """The head with the scale and the soft cap that the model really applies. A model may ignore those in its
-    configuration: some models inherit a name and do not use it (MPT, Aya Vision).
+    """Returns the head with the scale and the soft cap that the model really applies. A model may ignore the scale or
+    the soft cap in its configuration: some models inherit such an option and do not use it (MPT, Aya Vision).
 
     Raises:
-        UnsupportedHead: no such scale and soft cap give the model's logits; the model changes its hidden states before
-            its head, or has more parameters there; or it cannot be tried.
+        UnsupportedHead: the model's logits do not match, with or without the scale and the soft cap of the
+            configuration; the model changes its hidden states before its head, or has more parameters there; or the
+            model cannot be run on a few tokens.
     """
     known, state = _verified.setdefault(head.model, {}), _state(head)
     if state in known:
@@ -88,7 +89,7 @@ def verified_head(head: ModelHead) -> ModelHead:
         for softcap in dict.fromkeys((head.softcap, None))
     ]
     errors = []
-    for reading in readings:  # usually the first fits; each costs a product with the whole weight
+    for reading in readings:  # usually the first one matches; each try costs a product with the whole weight
         error = _difference(reading, seen)
         if error is None:
             if len(known) >= _STATES:
@@ -100,8 +101,8 @@ def verified_head(head: ModelHead) -> ModelHead:
 
 
 def require_own_logits(head: ModelHead) -> None:
-    """Raises unless the last hidden states of the body and the head, with this scale and soft cap, give the model's
-    logits. A model that scales its hidden states instead of its logits (MiniCPM3) passes too.
+    """Raises unless the model's logits equal the logits computed from the body's last hidden states with ``head``. A
+    model that scales its hidden states instead of its logits (MiniCPM3) passes too.
     """
     error = _difference(head, _seen(head))
     if error is not None:
@@ -109,7 +110,9 @@ def require_own_logits(head: ModelHead) -> None:
 
 
 def _state(head: ModelHead) -> Hashable:
-    """All that is visible without a forward and decides how a model computes logits from hidden states."""
+    """Everything that determines how a model computes logits from hidden states, as far as it can be read without a
+    forward.
+    """
     modules, model = (head.model, head.layer), head.model
     code = [vars(module).get("forward", type(module).forward) for module in modules]
     for module in modules:
@@ -125,7 +128,9 @@ def _state(head: ModelHead) -> Hashable:
 
 
 def _seen(head: ModelHead) -> _Seen:
-    """What a forward of a few tokens shows. Raises if it shows a model that is not supported."""
+    """Runs a forward of a few tokens and returns its record. Raises if the record shows that the model is not
+    supported.
+    """
     bodies = [body for body in dict.fromkeys(_bodies(head.model)) if body is not head.layer]
     with _undisturbed(head):
         seen = _try(head, bodies)
@@ -141,7 +146,7 @@ def _seen(head: ModelHead) -> _Seen:
 
 
 def _bodies(model: Any) -> Iterator[Any]:
-    """The parts of a model that may return its last hidden states, by their usual names."""
+    """Yields the parts of a model that may return its last hidden states, looked up by their usual names."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     for part in (getattr(model, "base_model", None), getattr(model, "model", None), decoder):
         if not isinstance(part, Module) or part is model:
@@ -163,11 +168,11 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
     attention = [(part, name) for part in parts if (name := getattr(part, "_attn_implementation", None)) is not None]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
+        if "torch._dynamo" in sys.modules:  # if it is not imported, nothing is compiled; the import takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
         if kind is None and any("flash" in name for _, name in attention):
-            for part, name in reversed(attention):  # undone in reverse: first the whole, which sets its parts too
+            for part, name in reversed(attention):  # setting the whole sets its parts too, so it is restored first
                 stack.callback(setattr, part, "_attn_implementation", name)
             for part, name in attention:
                 if "flash" in name:
@@ -176,8 +181,8 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
 
 
 def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
-    """Runs a forward of a few tokens with enlarged hidden states. A graph is recorded from these states on, which shows
-    what else the logits depend on.
+    """Runs a forward of a few tokens with enlarged hidden states. The autograd graph is recorded from these hidden
+    states on. It shows which other tensors the logits depend on.
     """
     of_body: list[Tensor] = []
     of_head: list[Tensor] = []
@@ -209,7 +214,7 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
-        else:  # a head cast to float32 (TRL's cast_lm_head_to_fp32) gets float32 from its caller
+        else:  # a head cast to float32 (TRL's cast_lm_head_to_fp32) gets float32 hidden states from its caller
             hidden = hidden.to(head.layer.weight.dtype)
         return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): hidden})
 
@@ -245,7 +250,7 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
 
 
 def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
-    """Arguments of a forward: ordinary tokens, not special ones such as image placeholders."""
+    """Returns the args and kwargs of a forward of ordinary tokens, not of special tokens such as image placeholders."""
     model, weight = head.model, head.layer.weight
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     config = getattr(model, "config", None)
@@ -273,12 +278,12 @@ def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def text_of(config: Any) -> Any:
-    """The text part of a multimodal model's configuration, else the whole."""
+    """The text part of a multimodal model's configuration; for other models, the whole configuration."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    """The integers in a token id or in nested lists of them."""
+    """Yields a token id, or the token ids in nested lists."""
     if isinstance(value, int):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -287,7 +292,9 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
-    """Keeps one row of four; scales the others to largest logits of 0.5, 1 and 2 times the cap, if the dtype allows."""
+    """Of every four rows, keeps one and scales three. The largest logits of these three rows become 0.5, 1 and 2 times
+    the cap, as far as the dtype allows.
+    """
     weight = head.layer.weight.detach()
     rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])
     with torch.autocast(weight.device.type, enabled=False):
@@ -305,9 +312,9 @@ def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
 
 
 def _require_gradients(head: ModelHead, seen: _Seen) -> None:
-    """Raises unless logits depend on the hidden states, the weight and the bias, and on no other parameter."""
+    """Raises unless logits depend on the hidden states and the weight, and on no other parameter except the bias."""
     own = {id(value) for value in (seen.hidden, head.layer.weight, getattr(head.layer, "bias", None))}
-    leaves: dict[int, Tensor] = {}  # by id, and kept alive, so that no id is used twice
+    leaves: dict[int, Tensor] = {}  # by id; the tensors are kept alive, so that no id is reused
     nodes, visited = [seen.logits.grad_fn], set()
     while nodes:
         node: Any = nodes.pop()
@@ -329,7 +336,7 @@ def _require_gradients(head: ModelHead, seen: _Seen) -> None:
 
 
 def _equal(hidden: Tensor, other: Tensor) -> bool:
-    """Whether the two are equal, compared in the coarser of their dtypes."""
+    """Whether the two tensors are equal after conversion to the coarser of their dtypes."""
     if hidden.shape != other.shape:
         return False
     coarser = max((hidden.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).eps)
@@ -338,9 +345,11 @@ def _equal(hidden: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def _difference(head: ModelHead, seen: _Seen) -> str | None:
-    """An error message if a logit, or the average over all logits, differs by more than rounding. None if not."""
+    """Returns an error message if the difference of a single logit, or the root mean square of all differences, is
+    larger than rounding errors can be; else None.
+    """
     weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
-    # The rounding step of the coarsest number format between the hidden states and the logits.
+    # The rounding step of the coarsest number format that occurs between the hidden states and the logits.
     matmul = (torch.backends.mkldnn if weight.device.type == "cpu" else torch.backends.cuda).matmul
     products = {"tf32": 2**-10, "bf16": 2**-7}.get(matmul.fp32_precision, 2**-19)
     dtypes = seen.dtypes | {seen.hidden.dtype, weight.dtype, seen.logits.dtype}
@@ -353,7 +362,7 @@ def _difference(head: ModelHead, seen: _Seen) -> str | None:
             part = slice(first, first + _ROWS)
             rows, part_of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
             expected = head.scale * linear(hidden, rows, part_of_bias)
-            # Rounding errors of a product are in proportion to this: the root of its terms' summed squares.
+            # The rounding error of a dot product is proportional to the root of the sum of its squared terms.
             room = head.scale * linear(hidden.square(), rows.square()).sqrt()
             if part_of_bias is not None:
                 room += head.scale * part_of_bias.abs().nan_to_num(posinf=0)

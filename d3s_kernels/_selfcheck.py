@@ -14,22 +14,23 @@ from ._exact import FUNCTIONS
 from .compare import Difference, compare_here, public, row_of
 from .sampling import SamplingMask
 
-# The lengths of rows and segments: short, with a partial block, and long enough for several blocks of a GPU.
+# The lengths of rows and segments: a short one, one with a partial block, and one for several blocks of a GPU kernel.
 LENGTHS = (8, 333, 5000)
 
 
 @cache
 def calls(length: int) -> dict[str, dict[str, Any]]:
-    """The arguments of one call of each op that needs no process group, or of its public function if it has one. They
-    are the same in every report.
+    """Returns the arguments of one call for each op that needs no process group. If an op has a public function, the
+    arguments are for this function. The arguments are the same in every report.
     """
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    # Five rows of logits: some tokens of the first have no probability, the second is far from 0, and the fourth is
-    # masked. A sampling mask keeps three tokens of the first row, one of the second, and all of the third.
+    # Five rows of logits. In the first row, some tokens have probability 0. The logits of the second row are far from
+    # 0. The fourth row is masked. The sampling mask keeps three tokens of the first row, one token of the second row,
+    # and all tokens of the third row.
     logits, labels = 3 * normal(5, length), torch.tensor([2, -100, 7, 0, 5])
     logits[0, 3::3], logits[1] = -math.inf, logits[1] + 1000
     mask, temperature = torch.tensor([True, True, True, False, True]), torch.tensor([1.0, 0.7, 2.0, 1.0, 0.9])
@@ -43,7 +44,7 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
     places = {"rows": torch.tensor([0, 0, 0, -1, -1, 4, 4, 0, -1, -1, -1, -1]).int(), "grad": normal(12)}
     places["tokens"] = torch.arange(12).int() % 5
 
-    # Four segments, of which one is empty, with ties, NaN and infinity.
+    # Four segments; one of them is empty. The scores have ties, NaN and infinity.
     n, offsets = 3 * length, torch.tensor([0, length, length, 3 * length - 2, 3 * length])
     scores, old, new, each = normal(n).round(decimals=1), normal(n), normal(n), normal(4)
     scores[::5], scores[3], scores[4] = 0.0, math.nan, -math.inf
@@ -95,7 +96,7 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
 
 
 def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
-    """Yields the worst result of each op. After a device fault no further op runs."""
+    """Yields each op and its worst result. After a device fault, no further op runs."""
     failed = None
     for op in calls(LENGTHS[0]):
         if op == "wide_product_" and device.type != "cpu":
@@ -107,15 +108,15 @@ def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference
 
 
 def worst_of(op: str, device: torch.device, backend: str) -> Difference:
-    """The difference with the largest share of its allowed error; if the op is wrong, the first wrong difference with
-    the length of that call; or the exception.
+    """Returns the difference that is the largest share of its allowed error. If a result is wrong, returns the first
+    wrong difference and names the length of its call. If a call raises, returns a difference that names the exception.
     """
     row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
     found: list[Difference] = []
     for length in LENGTHS:
         try:
             differences = compare_here(row, call, calls(length)[op], device, backend)
-        except Exception as fault:  # of a kernel, a driver or a compiler
+        except Exception as fault:  # an error of a kernel, a driver or a compiler
             first_line = next(iter(str(fault).splitlines()), "")
             return _nothing(backend, f"{type(fault).__name__} at length {length}: {first_line}")
         for difference in differences:
@@ -126,7 +127,7 @@ def worst_of(op: str, device: torch.device, backend: str) -> Difference:
 
 
 def raised(worst: Difference) -> bool:
-    """Whether there is no result to compare."""
+    """Whether the op raised an exception or did not run, so that there is no result to compare."""
     return worst.index is None and worst.error == math.inf
 
 
@@ -135,7 +136,7 @@ def _nothing(backend: str, why: str) -> Difference:
 
 
 def _works(device: torch.device) -> bool:
-    """Whether the device still computes: after a fault of a kernel no call on it works."""
+    """Whether the device still computes. After a kernel fault, every call on the device fails."""
     try:
         return torch.ones(2, device=device).sum().item() == 2
     except Exception:

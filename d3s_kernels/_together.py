@@ -1,7 +1,7 @@
-"""Arguments of an op's schema that belong together. The code that reads them takes them as one argument.
+"""Objects that combine those arguments of an op's schema that belong together.
 
-A schema has only tensors, numbers and flags. In public functions, and in the kernels that are written in Python, those
-that belong together are one object. ``csrc/ops/arguments.h`` has the same for C++.
+A schema has only tensors, numbers and flags. Public functions, and the kernels that are written in Python, take such an
+object instead of several arguments. ``csrc/ops/arguments.h`` has the same objects for C++.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ class NumberOrTensor(NamedTuple):
     tensor: Tensor | None = None
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> NumberOrTensor:
-        """Changes a tensor that has one number for each row. A number and a 0-d tensor stay: they are for all rows."""
+        """Applies ``change`` to a tensor with one value for each row. A number or a 0-d tensor stays as it is, since it
+        applies to all rows.
+        """
         if self.tensor is None or self.tensor.dim() == 0:
             return self
         return NumberOrTensor(self.number, change(self.tensor))
 
 
 class SegmentArguments(NamedTuple):
-    """The segments of some values, and whether all of them are selected from as one."""
+    """The segments of a tensor, and whether all segments are pooled into one."""
 
-    offsets: Tensor | None = None  # None: the rows
+    offsets: Tensor | None = None  # None: each row is a segment
     max_segment: int | None = None
     pooled: bool = False
 
@@ -54,7 +56,9 @@ class SamplingArguments(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The columns of some logits: the tokens from ``first_token`` on, or the whole vocabulary if that is None."""
+    """The columns of a tensor of logits: the tokens from ``first_token`` on, or the whole vocabulary if ``first_token``
+    is None.
+    """
 
     first_token: int | None = None
 
@@ -66,12 +70,14 @@ NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), Sampling
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
 ALL_TOKENS, FIRST_TILE = Tile(), Tile(0)
 _Parameter = tuple[Callable[..., Any], dict[str, Any]]
-"""A function that makes a parameter from arguments of the schema, and the names and defaults of these arguments."""
+"""A function that makes a kernel's parameter from arguments of the schema, and the names and defaults of these
+arguments.
+"""
 
 
 def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
-    """Wraps a kernel so that it is called with the arguments of its op's schema. The default of a parameter says from
-    which arguments it is made. ``parameters`` says this for further parameters.
+    """Wraps a kernel so that it can be called with the arguments of its op's schema. The type of a parameter's default
+    determines which arguments the parameter is made from. ``parameters`` sets this explicitly for single parameters.
     """
     names: list[str] = []
     defaults: list[Any] = []

@@ -1,4 +1,4 @@
-"""Runs a call on every back-end that runs here and compares the results with the reference, for bug reports."""
+"""Runs one call on every back-end that works here, and compares the results with the reference, for bug reports."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SEED = 0  # for calls that draw without a generator, and for the incoming gradi
 
 
 class Difference(NamedTuple):
-    """The worst place of one result of a back-end: where the error is the largest share of the allowed error."""
+    """The worst element of one result of a back-end: its error is the largest share of its allowed error."""
 
     backend: str
     output: str
-    """The name of a result, "gradient of" and an argument, or the exception that was raised."""
+    """The name of a result; or "gradient of" and the name of an argument; or the exception that was raised."""
     index: tuple[int, ...] | None  # type: ignore[assignment]  # hides tuple.index
-    """The place in the output; () for a wrong shape or dtype, None for an empty result and for an exception."""
+    """The index of the element; () for a wrong shape or dtype, None for an empty result or an exception."""
     error: float
-    """The distance from the reference there; infinite where one is NaN or infinite and the other is not."""
+    """The distance of the element from the reference; infinite if only one of the two values is NaN or infinite."""
     allowed: float
-    """The distance that is allowed there; 0 where the two have to be equal."""
+    """The allowed distance of the element from the reference; 0 if the two have to be equal."""
 
     @property
     def agrees(self) -> bool:
@@ -49,7 +49,7 @@ class Comparison(list[Difference]):
 
     @property
     def agrees(self) -> bool:
-        """Whether every back-end is within the allowed error everywhere."""
+        """Whether all errors are within the allowed errors."""
         return all(difference.agrees for difference in self)
 
     def __str__(self) -> str:
@@ -66,23 +66,26 @@ class Comparison(list[Difference]):
 
 
 def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
-    """Returns how far each back-end that runs here is from the reference, for one call: for users and bug reports.
+    """Runs one call on each back-end that works here, and compares the results with the reference. For users and bug
+    reports.
 
-    The reference is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch and float64. If an
-    argument requires a gradient, gradients are compared as well; the incoming gradients are normal random numbers.
-    All calls draw the same random numbers. The arguments are not changed.
+    The reference of a public function is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch
+    and float64. The reference of an op is plain PyTorch on the CPU. If an argument requires a gradient, gradients are
+    compared too; the incoming gradients are normal random numbers. A function that draws random numbers draws the same
+    ones on every back-end and in the reference. The arguments are not changed.
 
     Args:
         function: a public function of ``d3s_kernels`` that takes tensors, such as ``d3s_kernels.topk_mask``; or an op
             of the library, such as ``torch.ops.d3s_kernels.topk_order_keys``.
-        args, kwargs: the arguments of the call. If they are on a GPU, the compiled CPU library gets a copy of them too.
+        args, kwargs: the arguments of the call. If they are on a GPU, the compiled CPU library also runs, on a copy of
+            the arguments.
 
     Returns:
-        :class:`Comparison`: for each back-end and each result, the name of both, the index of the result's worst place,
-        the error there, and the error that is allowed there.
+        :class:`Comparison`: a :class:`Difference` for each result of each back-end. It has the names of the back-end
+        and the result, the index of the worst element, and the error and the allowed error of this element.
 
     Raises:
-        TypeError: the function is not one of the library, or gets a process group.
+        TypeError: the function does not belong to the library; a process group among the arguments.
         ValueError, TypeError: arguments that all back-ends refuse.
 
     Example:
@@ -101,8 +104,8 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
         places.append(("cpu", _CPU))
     found, refusals = Comparison(), []
     for backend, place in places:
-        # A function's reference runs on the device of the call, so that both draw the same random numbers. The exact
-        # results of an op are computed by plain PyTorch on the CPU.
+        # The reference of a public function runs on the device of the call, so that both draw the same random numbers.
+        # The exact results of an op are computed on the CPU.
         home = _CPU if isinstance(call, torch._ops.OpOverload) else place
         try:
             with backends.forced(backend):
@@ -116,7 +119,9 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
 
 
 def row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
-    """The row of a public function or an op, and what to call. Refuses an op that needs a process group."""
+    """Returns the row of a public function or an op, and the function to call. Refuses an op that needs a process
+    group.
+    """
     name = getattr(function, "__name__", "")
     if name in FUNCTIONS and public(name) is function:
         return FUNCTIONS[name], function
@@ -140,7 +145,7 @@ def public(name: str) -> Callable[..., Any]:
 
 
 def _arguments_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, as back-ends see them. Refuses a process group."""
+    """Returns the arguments of a call by name, in the form that back-ends take. Refuses a process group."""
     if isinstance(function, torch._ops.OpOverload):
         names = [argument.name for argument in function._schema.arguments]
         arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -153,7 +158,7 @@ def _arguments_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     for name in ("process_group", "equal_rows", "placement"):
         arguments.pop(name, None)
     require_plain(**arguments)
-    # The public functions convert these before they call an op.
+    # The public functions make the same conversions before they call an op.
     if isinstance(arguments.get("mask"), Tensor):
         arguments["mask"] = as_bool("mask", arguments["mask"])
     if isinstance(arguments.get("hidden"), Tensor) and isinstance(arguments.get("weight"), Tensor):
@@ -166,8 +171,8 @@ def _arguments_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def compare_here(
     row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], device: torch.device, backend: str
 ) -> list[Difference]:
-    """Compares the results of the active back-end on ``device`` with the row's exact results, which are computed on the
-    arguments' own device. The given tensors are never written: both calls get copies.
+    """Compares the results of the active back-end on ``device`` with the row's exact results. The exact results are
+    computed on the device of ``arguments``. Both calls get copies, so that tensors in ``arguments`` are never written.
     """
     home = _device_of(arguments, device)
     leaves = [name for name in row.gradients if isinstance(part := arguments.get(name), Tensor) and part.requires_grad]
@@ -198,9 +203,9 @@ def compare_here(
 
 
 def called(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """The results of a function or an op, with the same seed each time. A tensor that an op writes is a result."""
+    """Calls a function or an op with a fixed seed. Returns the tensors that the op writes, and then the results."""
     devices = {part.device for part in arguments.values() if isinstance(part, Tensor) and part.is_cuda}
-    # torch.manual_seed would format the stack once for each kind of device that is not there.
+    # torch.manual_seed is slower: it formats the stack once for each kind of device that is missing.
     seed = torch.manual_seed if devices else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices), torch.enable_grad():
         seed(_SEED)
@@ -218,11 +223,11 @@ def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tenso
         return Difference(backend, was, (), math.inf, 0.0)
     if found.numel() == 0:
         return Difference(backend, name, None, 0.0, 0.0)
-    exact = exact.to(found.dtype).double()  # a result beyond the range of float32 is infinite
+    exact = exact.to(found.dtype).double()  # beyond the range of float32, the exact result becomes infinite
     found, limit = found.double(), allowed.double().expand(exact.shape)
     error = (found - exact).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     error = error.masked_fill((found == exact) | (found.isnan() & exact.isnan()), 0)
-    # The share of the allowed error that is used. Numbers beyond their limit rank first, above all where it is 0.
+    # The error as a share of the limit. Elements beyond their limit rank first; those with a limit of 0 rank above all.
     share = error / limit.clamp(min=1e-300)
     share = torch.where(error <= limit, share, 2 + share).nan_to_num(posinf=torch.finfo(torch.float64).max)
     index = tuple(int(part) for part in torch.unravel_index(share.argmax(), found.shape))
@@ -237,7 +242,9 @@ def _device_of(arguments: Mapping[str, Any], otherwise: torch.device = _CPU) -> 
 
 
 def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies on that device, with the same strides and the same alignment with respect to 16 bytes."""
+    """Copies the arguments to the device. The copies have the same strides and the same alignment with respect to 16
+    bytes.
+    """
     copies = dict(arguments)
     for name, part in arguments.items():
         if isinstance(part, Tensor):

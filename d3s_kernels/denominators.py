@@ -1,4 +1,4 @@
-"""Factors for the gradient of a loss, so that it becomes a mean over the kept tokens instead of all tokens."""
+"""Factors for the gradient of a loss. They turn a mean over all tokens into a mean over the kept tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# For each type of loss (TRL's names): what the sum over its tokens is divided by.
+# For each type of loss (TRL's names), the denominator of the sum over the tokens.
 DENOMINATORS = {
-    "grpo": "sequence",  # by each sequence's number of tokens, then by the number of sequences
+    "grpo": "sequence",  # the number of tokens of each sequence, and then the number of sequences
     "sapo": "sequence",
-    "bnpo": "process",  # the tokens of this process's micro-batch
+    "bnpo": "process",  # the number of tokens in this process's micro-batch
     "dr_grpo": "constant",
-    "dapo": "generation",  # the tokens of the generation batch of all processes
+    "dapo": "generation",  # the number of tokens in the generation batch of all processes
     "cispo": "generation",
     "vespo": "generation",
     "luspo": "sequences",  # the number of sequences, whatever their lengths
@@ -21,26 +21,26 @@ DENOMINATORS = {
 
 
 def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """A backward hook for a loss's input: multiplies the gradient of kept tokens by ``weight``, sets others to 0. The
-    gradient keeps its dtype.
+    """Returns a backward hook for an input of the loss. The hook multiplies the gradient of kept tokens by ``weight``,
+    and sets the gradient of all other tokens to 0. The gradient keeps its dtype.
     """
     return lambda gradient: torch.where(kept, gradient * weight, 0.0).to(gradient.dtype)
 
 
 def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors that turn a loss's means over all tokens into means over the kept tokens, by its type.
+    """Returns the factors that turn the means of a loss over all tokens into means over the kept tokens.
 
     Args:
         loss_type: one of ``DENOMINATORS``.
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.
-        totals: float ``[2]``: the number of kept tokens and of all tokens, over all processes. It is for the types that
-            divide by the tokens of all processes, or by a constant. If tokens were chosen for the whole generation
-            batch, count that batch, so that micro-batches get the same factor however they were split; else count the
-            current micro-batches.
+        totals: float ``[2]``: the number of kept tokens and the number of all tokens, over all processes. Used only for
+            the types of loss that divide by the tokens of all processes, or by a constant. If tokens were chosen from
+            the whole generation batch, count this batch, so that the factor does not depend on how the batch was split
+            into micro-batches; else count the current micro-batches.
 
     Returns:
-        Two factors: one for the gradient of the loss, 0-d or ``[B, 1]``, and one for the gradient of an entropy bonus,
-        0-d. The bonus is a mean over the tokens of a process's micro-batch.
+        Two factors: the first for the gradient of the loss, 0-d or ``[B, 1]``; the second for the gradient of an
+        entropy bonus, 0-d. The entropy bonus is a mean over the tokens of this process's micro-batch.
 
     Raises:
         ValueError: an unknown type of loss.

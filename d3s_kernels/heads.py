@@ -16,11 +16,11 @@ from ._arguments import require_number, why_unreadable
 from ._head.problem import FLOATS, why_not_whole
 from ._own_logits import ModelHead, UnsupportedHead, text_of, verified_head
 
-# Names in transformers configurations: factors of the logits (-1 if the logits are divided by it), and soft caps.
+# Names in transformers configurations: scales of the logits (1 for a factor, -1 for a divisor), and soft caps.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-# Wrappers that do not change logits, with the attribute that holds the model.
+# Wrappers that do not change logits, and for each the attribute that holds the model.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
@@ -33,7 +33,7 @@ _PEFT = {"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"}
 
 
 class HeadArguments(TypedDict):
-    """What :func:`lm_head` returns: a model's arguments for :func:`d3s_kernels.linear_logprob_entropy`."""
+    """The result of :func:`lm_head`: a model's arguments for :func:`d3s_kernels.linear_logprob_entropy`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -42,33 +42,35 @@ class HeadArguments(TypedDict):
 
 
 def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = True) -> HeadArguments:
-    """Returns arguments with which :func:`d3s_kernels.linear_logprob_entropy` uses the same logits as a model.
+    """Returns the arguments that make :func:`d3s_kernels.linear_logprob_entropy` use the same logits as a model.
 
     Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
     them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits
-    are ``c tanh(z / c)``. The op has no scale. This function returns the soft cap ``c / scale`` and the temperature
-    ``temperature / scale``, which have the same effect. It reads scale and cap from the configuration, and then
-    **verifies** them: a forward of four tokens gives the model's logits, which must equal the logits computed from its
-    hidden states and these arguments, also in the range of a soft cap. So a model that does anything else to its logits
-    is refused.
+    are ``c tanh(z / c)``. The op has no argument for the scale. This function returns the soft cap ``c / scale`` and
+    the temperature ``temperature / scale``, which have the same effect. The function reads the scale and the cap from
+    the configuration, and then **verifies** them in a forward of four tokens. The model's logits must equal the logits
+    computed from the model's hidden states and these arguments, also in the range of a soft cap. So a model that does
+    anything else to its logits is refused.
 
-    The hidden states are the ``last_hidden_state`` of the model's body: ``model.model(...)`` of most models, in
-    transformers ``model.base_model(...)``. A model that changes them before its head (MiniCPM3, T5 with tied weights)
-    is refused. A module without such a body is taken if it has ``get_output_embeddings()`` and its forward takes token
-    ids and returns logits; its hidden states are then the input of its head.
+    The hidden states are the ``last_hidden_state`` of the model's body. Most models have the body as ``model.model``,
+    and all models of transformers as ``model.base_model``. A model that changes the hidden states before its head
+    (MiniCPM3, T5 with tied weights) is refused. A module without such a body is accepted if it has
+    ``get_output_embeddings()``, and its forward takes token ids and returns logits. The hidden states are then the
+    input of the module's head.
 
-    Call it at each step, next to the op and outside of ``torch.compile``, since it returns the current weight tensors.
-    The check runs once for each model, head and mode (training or not), and again if their hooks or forwards have
-    changed. It leaves the mode, gradients and random state as they are. In a process group all ranks must call it.
+    Call this function at each step, next to the op and outside of ``torch.compile``, since it returns the current
+    weight tensors. The check runs once for each model, head and mode (training or not), and again if the hooks or the
+    forward of the model or the head have changed. The check leaves the mode, gradients and random state as they are. In
+    a process group, all ranks must call this function.
 
     Args:
-        model: a causal language model of transformers, with PEFT or without, or a module as above.
+        model: a causal language model of transformers, with or without PEFT; or a module as described above.
         temperature: the sampling temperature: a number above 0, or a float tensor that broadcasts to the rows.
         verify: False skips the check.
 
     Returns:
         ``weight``, ``bias``, ``temperature`` and ``logit_softcap``, to be passed on with ``**``. Weight and bias are
-        the model's own, so that they get their gradients.
+        the model's own tensors, so that the model gets the gradients.
 
     Raises:
         UnsupportedHead: the head has an adapter (``modules_to_save`` is accepted); the logits differ, or depend on
@@ -99,8 +101,8 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
 
 @cache
 def _eager() -> Callable[..., HeadArguments]:
-    """``_lm_head``, never compiled: a graph break alone would not prevent that. (This imports all of torch.compile, as
-    optimizers do.)
+    """Returns ``_lm_head`` in a form that is never compiled; a graph break alone would not prevent compilation. (This
+    imports all of torch.compile, as optimizers do.)
     """
     made: Callable[..., HeadArguments] = torch.compiler.disable(_lm_head)  # type: ignore[no-untyped-call]
     return made
@@ -127,7 +129,7 @@ def _lm_head(model: Module, temperature: float | Tensor, verify: bool) -> HeadAr
 
 
 def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
-    """The temperature divided by the scale. An invalid temperature is refused here, before its value changes."""
+    """Divides the temperature by the scale. An invalid temperature is refused here, before its value changes."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         return temperature if scale == 1 else temperature.float() / scale
     require_number(temperature=temperature)  # type: ignore[arg-type]
@@ -137,7 +139,7 @@ def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
 
 
 def read_head(model: Module) -> ModelHead:
-    """The model without its wrappers, its head, and the scale and the cap that its configuration names."""
+    """Returns the model without its wrappers, the head, and the scale and the cap that the configuration names."""
     if not isinstance(model, Module):
         raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
     inner, prompts = _unwrapped(model)
@@ -182,12 +184,12 @@ def _unwrapped(model: Any) -> tuple[Any, bool]:
 
 
 def _left_out(layer: Any) -> str | None:
-    """A head's parameters besides its weight and bias, worded for an error message; None if there are none."""
+    """Names a head's parameters other than weight and bias, worded for an error message; None if there are none."""
     tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
     if tuners is not None and isinstance(layer, tuners.BaseTunerLayer):
         return "an adapter, which"
     if wrappers is not None and isinstance(layer, wrappers.ModulesToSaveWrapper):
-        return None  # its weight is the active copy's, or the original's while adapters are disabled
+        return None  # its weight comes from the active copy, or from the original while adapters are disabled
     parts = {id(parameter) for name in ("weight", "bias") if (parameter := getattr(layer, name, None)) is not None}
     more = [name for name, value in layer.named_parameters() if value.requires_grad and id(value) not in parts]
     return f"whose {', '.join(more)}" if more else None
@@ -206,13 +208,13 @@ def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
             softcap = float(value)
         elif _FACTORS[name] < 0 and not str(getattr(text, "model_type", "")).startswith("hyperclovax"):
             scale /= float(value)
-        else:  # HyperCLOVA X multiplies by what others divide by
+        else:  # HyperCLOVA X multiplies by logits_scaling; other models divide
             scale *= float(value)
     return scale, softcap
 
 
 def why_not_here(layer: Any) -> str | None:
-    """Why the op cannot read a head's weight, and what makes it readable; None if it can."""
+    """Returns why the op cannot read a head's weight and how to make it readable; None if the op can read it."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         return (

@@ -25,11 +25,11 @@ NAMES = {
     "d3s/head_rows_not_computed": "tokens of the kept rollouts that the LM head's backward leaves out",
     "d3s/flops_saved": "estimated share of the update's FLOPs that is saved",
 }
-"""Every metric, and what it is."""
+"""Every metric and its meaning."""
 
 OFF_POLICY_SHARE = "d3s/off_policy_share"
-"""Share of the kept rollouts' tokens that are left out as off-policy; logged if an ``off_policy_rule`` or a trainer's
-own correction may leave tokens out.
+"""The share of the kept rollouts' tokens that are left out as off-policy. It is logged if an ``off_policy_rule``, or a
+trainer's own correction, may leave tokens out.
 """
 
 SAMPLING_NAMES = {
@@ -39,17 +39,17 @@ SAMPLING_NAMES = {
     "d3s/set_mass": "probability of a token's set before tokens were left out; the mean, where it is known",
     "d3s/set_head_flops_saved": "share of the LM head's FLOPs that the sets save: 1 - columns computed / all columns",
 }
-"""Every metric of the sets of a sampling mask, and what it is."""
+"""Every metric of the sets of a sampling mask, and its meaning."""
 
 
 def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked: float) -> dict[str, Tensor]:
-    """The metrics of the chosen rollouts.
+    """Returns the metrics of the chosen rollouts.
 
     Args:
         kept: bool ``[N]``, all rollouts.
-        lengths: ``[N]``, the number of tokens of each rollout in the loss.
+        lengths: ``[N]``, for each rollout the number of its tokens that are in the loss.
         without_spread: bool ``[groups]``, from :func:`groups_without_spread`.
-        asked: the share that the budget asks for.
+        asked: the share of the rollouts that the budget asks for.
     """
     number = kept.sum().double()
     return {
@@ -64,18 +64,18 @@ def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked
 def token_sums(
     kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, measured: Tensor | None = None
 ) -> Tensor:
-    """The sums that :func:`token_metrics` takes. Those of several micro-batches or processes may be added.
+    """Returns the sums that :func:`token_metrics` takes. The sums of several micro-batches or processes may be added.
 
     Args:
         kept, mask: bool, the shape of ``entropy``: the kept tokens, and all tokens of the kept rollouts.
         entropy: nats.
-        advantages: broadcasts to that shape.
-        measured: bool, that shape: the tokens of ``mask`` whose entropy is known, including all kept ones; by default
-            all of ``mask``.
+        advantages: broadcasts to the shape of ``entropy``.
+        measured: bool, the shape of ``entropy``: the tokens of ``mask`` whose entropy was computed. They include all
+            kept tokens. By default all tokens of ``mask``.
 
     Returns:
-        float64 ``[6]``: the numbers of kept tokens, all tokens, kept tokens with a positive advantage, and measured
-        tokens; the sums of the entropies of kept tokens, and of the other measured tokens.
+        float64 ``[6]``: four counts (kept tokens, all tokens, kept tokens with a positive advantage, measured tokens),
+        and two sums of entropies (over the kept tokens, over the other measured tokens).
     """
     measured = mask if measured is None else measured
     entropies = [torch.where(tokens, entropy, 0.0) for tokens in (kept, measured & ~kept)]
@@ -84,11 +84,11 @@ def token_sums(
 
 
 def token_metrics(sums: Tensor, threshold: Tensor, asked: float) -> dict[str, Tensor]:
-    """The metrics of the chosen tokens, from :func:`token_sums`. A mean over no tokens is NaN.
+    """Returns the metrics of the chosen tokens, from the sums of :func:`token_sums`. A mean over no tokens is NaN.
 
     Args:
         threshold: from :class:`d3s_kernels.TokenSelection`.
-        asked: the share that the budget asks for.
+        asked: the share of the tokens that the budget asks for.
     """
     kept, everything, positive, measured, entropy_kept, entropy_dropped = sums
     return {
@@ -113,36 +113,38 @@ def selection_metrics(
     rewards: Tensor | None = None,
     budget: Budget | None = None,
 ) -> dict[str, Tensor]:
-    """What a step's selection kept and saves, for a loop of your own: the metrics that our trainers log.
+    """Returns metrics of what a step's selection keeps and saves, for a loop of your own. Our trainers log the same
+    metrics.
 
-    :data:`NAMES` says what each metric is. All cover this process's rollouts only.
+    :data:`NAMES` explains each metric. All metrics cover only this process's rollouts.
 
-    ``d3s/flops_saved`` counts matrix products. The unit is one forward of all rollouts' tokens, of which the LM head is
-    the share ``h`` (``head_share``). The backward of the body costs twice its forward. A head that recomputes the
-    logits in its backward costs four times its forward in total. If the share ``f`` of all tokens is forwarded and the
-    share ``k`` is kept::
+    ``d3s/flops_saved`` counts matrix products. The unit is the cost of one forward of all rollouts' tokens. The LM
+    head's share of this cost is ``h`` (``head_share``). The backward of the body costs twice as much as the forward of
+    the body. A head that recomputes the logits in the backward costs four times as much as its forward, in total. Let
+    ``f`` be the share of all tokens that is forwarded, and ``k`` the share that is kept::
 
         before = 3 (1 - h) + 4 h
         after  = 3 (1 - h) f + h (f + 3 k)      # the head of d3s_kernels: its backward covers kept tokens only
         saved  = 1 - after / before
 
-    Attention, gradient checkpointing, generation and the passes for old and reference log-probabilities are left out.
+    Attention, gradient checkpointing, generation and the passes for old and reference log-probabilities are not
+    counted.
 
     Args:
         advantages: float ``[groups, n]``, of all rollouts.
         rollout_mask: bool ``[groups, n]``, the kept rollouts.
-        tokens: the choice of tokens among the kept rollouts: its mask and its entropy are ``[kept rollouts, T]``, in
-            the order of the rollouts, or ``[groups * n, T]``, with no kept token in dropped rollouts.
-        token_mask: bool ``[groups * n, T]``, the tokens of all rollouts that are in the loss.
+        tokens: the tokens chosen from the kept rollouts. Mask and entropy are ``[kept rollouts, T]``, in the order of
+            the rollouts; or ``[groups * n, T]``, with no kept token in dropped rollouts.
+        token_mask: bool ``[groups * n, T]``, the tokens in the loss, of all rollouts, kept or dropped.
         head_share: the LM head's share of the weights in matrix products, in [0, 1]: 0.28 for Qwen2.5-0.5B, 0.077 for
             Qwen2.5-7B. Without it there is no ``d3s/flops_saved``.
-        rewards: ``[groups, n]``: to count groups without a spread, since advantages may have been divided by a very
-            small standard deviation. Without ``rewards``, the advantages are used.
-        budget: what the selection was asked for. Without it there is no ``d3s/rollout_share_asked`` and no
+        rewards: ``[groups, n]``, to count groups without a spread. Without ``rewards``, the advantages are used, which
+            may have been divided by a very small standard deviation.
+        budget: the budget of the selection. Without it there is no ``d3s/rollout_share_asked`` and no
             ``d3s/token_share_asked``.
 
     Returns:
-        0-d float64 tensors on the device of the masks, without a host sync. A mean over no tokens is NaN.
+        The metrics by name: 0-d float64 tensors on the device of the masks. No host sync. A mean over no tokens is NaN.
 
     Raises:
         ValueError: a mask of another shape; a head_share outside [0, 1].
@@ -200,16 +202,16 @@ def selection_metrics(
 
 
 def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = None) -> Tensor:
-    """The sums that :func:`set_metrics` takes. Those of several processes may be added.
+    """Returns the sums that :func:`set_metrics` takes. The sums of several processes may be added.
 
     Args:
         sizes: integers of any shape: the size of each token's set, at most ``most``.
-        mask: bool, the same shape: the tokens that count.
-        log_mass: float, the same shape: each set's log-probability. None if not known.
+        mask: bool, the same shape: the tokens to count.
+        log_mass: float, the same shape: each set's log-probability. None if it was not recorded.
 
     Returns:
-        float64 ``[most + 2]``: the number of tokens with a set of each size, from 0 to ``most``; then the sum of the
-        sets' probabilities. No host sync.
+        float64 ``[most + 2]``: for each size from 0 to ``most``, the number of tokens whose set has this size; then the
+        sum of the sets' probabilities. No host sync.
     """
     weights = mask.flatten().double()
     counts = weights.new_zeros(most + 1).index_add(0, sizes.flatten(), weights)
@@ -220,11 +222,12 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
 
 
 def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor]:
-    """The metrics of the sets, from :func:`set_sums`. A mean over no tokens is NaN, and so is an unknown mass.
+    """Returns the metrics of the sets, from the sums of :func:`set_sums`. A mean over no tokens is NaN. The mass is NaN
+    if it was not recorded.
 
-    A head with sampling masks computes only the columns of a token's set, forward and backward, and none if the set has
-    one token; a head over the whole vocabulary computes ``vocabulary`` columns. Leave ``vocabulary`` out if the head
-    computes all columns.
+    For each token, a head with sampling masks computes only the columns of the token's set, in the forward and in the
+    backward; if the set has one token, it computes no column. A head over the whole vocabulary computes ``vocabulary``
+    columns. Leave ``vocabulary`` out if your head computes all columns.
     """
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()

@@ -28,7 +28,8 @@ def selection_page(
     title: str = "Which tokens are trained on",
     longest: int = 512,
 ) -> str:
-    """A self-contained HTML page of a batch: its rollouts as text, each token shaded by its score, kept ones marked.
+    """Returns a self-contained HTML page of a batch: the text of its rollouts, with tokens shaded by score and kept
+    tokens marked.
 
     The default score is D3S's ``|advantage| * entropy``. Dropped rollouts are folded. The page needs no network and
     runs no script, so it can be mailed or put beside logs; it fits phones, and follows the reader's light or dark
@@ -36,30 +37,32 @@ def selection_page(
     to 512 tokens make less than 2 MB, not counting the prompts.
 
     Args:
-        prompts: G texts, one for each group. Rollouts are ordered by prompt, with the same number R / G for each.
+        prompts: G texts, one for each group. Rollouts are ordered by prompt; each prompt has the same number of
+            rollouts, R / G.
         completions: token ids, integer ``[R, T]``, with ``tokenizer``; or a list of token texts for each rollout.
         kept_tokens: bool or integer (True where it is not 0) ``[R, T]``, such as ``select_tokens(...).mask``.
-        entropy: float ``[R, T]``, nats; shown, and part of the default score. NaN where it is not known.
-        advantages: float, R numbers of any shape; shown, and part of the default score.
+        entropy: float ``[R, T]``, nats; shown, and part of the default score. NaN where it was not computed.
+        advantages: float, R values of any shape; shown, and part of the default score.
         scores: float ``[R, T]``, shown instead of the default score.
-        kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``; all if None. With it,
-            ``kept_tokens``, ``entropy`` and ``scores`` may also have rows for the kept rollouts only, ``[K, T]``: a
-            trainer has no entropies of rollouts that it did not forward.
-        rewards: float, R numbers of any shape; shown.
-        mask: ``[R, T]``, non-zero at the tokens that could be kept; all if None. Other tokens, such as tool output, are
-            shown without a score. Token ids after a row's last non-zero mask value are padding.
+        kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``. None means that all are
+            kept. If it is passed, ``kept_tokens``, ``entropy`` and ``scores`` may also be ``[K, T]``, with rows for the
+            kept rollouts only: a trainer has no entropies of rollouts that it did not forward.
+        rewards: float, R values of any shape; shown.
+        mask: ``[R, T]``, non-zero at the tokens that could be kept; None means all tokens. Other tokens, such as tool
+            output, are shown without a score. Token ids after a row's last non-zero mask value are padding.
         tokenizer: has ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``, as all tokenizers of
             ``transformers`` do.
         title: the page's heading.
-        longest: the number of tokens shown of a longer rollout: half from the start, half from the end.
+        longest: the largest number of tokens that are shown of one rollout. If a rollout has more, half of the shown
+            tokens are from its start and half from its end.
 
     Returns:
         The page. Write it to a file in UTF-8: ``Path("page.html").write_text(page, encoding="utf-8")``.
 
     Raises:
-        ValueError: shapes that do not fit together; R is not a multiple of G; neither ``scores`` nor both ``entropy``
-            and ``advantages``; ``kept_tokens`` or ``kept_rollouts`` in another dtype; a negative token id; a kept token
-            that ``mask`` leaves out; ``longest`` below 2.
+        ValueError: shapes that do not fit together; R is not a multiple of G; no ``scores``, and ``entropy`` or
+            ``advantages`` is missing; ``kept_tokens`` or ``kept_rollouts`` in another dtype; a negative token id; a
+            kept token that ``mask`` leaves out; ``longest`` below 2.
         TypeError: an argument of another type; token ids without a tokenizer.
 
     Example:
@@ -97,7 +100,7 @@ def selection_page(
     if scores is None:
         formula = "|advantage| x entropy"
         shown = [
-            [abs(weight) * value if weight else 0.0 for value in row]  # also where the entropy is not known
+            [abs(weight) * value if weight else 0.0 for value in row]  # 0 also if the entropy is NaN
             for weight, row in zip(weights, entropies, strict=True)
         ]
     else:

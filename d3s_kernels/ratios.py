@@ -42,31 +42,36 @@ def importance_ratio(
         level "token"           w_t                                              (PPO, GRPO)
         level "sequence"        sg[s] pi(y_t) / sg[pi(y_t)],  s = exp(mean log w of the sequence)
                                                                   (GSPO-token, arXiv 2507.18071, eq. 7 and 14)
-        level "entropy_group"   the same, s of the token's group within its sequence
+        level "entropy_group"   as above, but s is over the token's group within its sequence
                                                                   (ESPO, arXiv 2512.00499, eq. 9 and 10)
 
-    So the ratios of all tokens of a sequence (or group) have the value s, but each token has its own gradient: the
-    derivative of its ratio with respect to its log-probability is the ratio. With one advantage per sequence and a loss
-    averaged over its tokens this is GSPO, in value, clipping and gradient. A token that a selection drops from the loss
-    still counts in s, as long as it is in ``mask``. With ``denominator="old"`` the token's factor is
-    ``pi(y_t) / sg[pi_old(y_t)]``, so that the ratio's value is ``s w_t``: this is ESPO's eq. 9 as printed. The paper's
-    narrow clip ranges fit the default; its authors published no code.
+    At the last two levels, the ratios of all tokens of a sequence (or group) have the value s. But each token has its
+    own gradient: the derivative of the token's ratio with respect to the token's log-probability is the ratio. If a
+    sequence has one advantage, and the loss is a mean over the sequence's tokens, then level "sequence" is GSPO in
+    value, clipping and gradient. A token that a selection drops from the loss still counts in s, as long as it is in
+    ``mask``. With ``denominator="old"``, s is multiplied by ``pi(y_t) / sg[pi_old(y_t)]``, so that the value of the
+    ratio is ``s w_t``: this is ESPO's eq. 9 as printed. However, the narrow clip ranges in ESPO's paper fit the
+    default. The authors of the paper published no code.
 
-    A mean has the same bits for padded and packed tokens, and on CPU and GPU: log-ratios are added in units of 2^-26,
-    and one of 4096 or more counts as infinite. Where no log-probability has changed, ratios are exactly 1. A token
-    whose incoming gradient is 0, such as a clipped one, gets gradient 0, even if its ratio is infinite or NaN.
+    Means are bitwise equal for padded and packed tokens, and on CPU and GPU, because log-ratios are added in units of
+    2^-26. A log-ratio of magnitude 4096 or more counts as infinite. If no log-probability has changed, all ratios are
+    exactly 1. A token whose incoming gradient is 0, such as a clipped token, gets gradient 0, even if the token's ratio
+    is infinite or NaN.
 
     Args:
-        logprob: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        logprob: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         old_logprob: the same shape; a constant.
-        mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False nothing is read:
-            ratio 1, gradient 0.
+        mask: bool or integer (True where it is not 0), the shape of ``logprob``. Tokens where it is False are not read;
+            they have ratio 1 and gradient 0.
         level: the tokens that a ratio is computed over: the token itself, its sequence, or its group.
-        groups: int8, the shape of ``logprob``, for level "entropy_group": 0 to 15; below 0 for tokens in no group,
-            which are treated as masked. :func:`entropy_groups` makes them.
-        denominator: what the token's own factor is divided by: "self" or "old". Level "token" ignores it.
-        log_bounds: (low, high): the logarithm of a ratio is clamped to this range, with gradient 0 outside. None takes
-            verl's bounds: (-20, 20) at level "token", (-inf, 10) at the others. TRL does not clamp: (-inf, inf).
+        groups: int8, the shape of ``logprob``, only for level "entropy_group": the group of each token, 0 to 15. A
+            token with a value below 0 is in no group and is treated as masked. :func:`entropy_groups` computes
+            ``groups``.
+        denominator: the denominator of the token's own factor: "self" for sg[pi], "old" for sg[pi_old]. Level "token"
+            ignores it.
+        log_bounds: (low, high). The logarithm of a ratio is clamped to this range; outside of it, the gradient is 0.
+            None means verl's bounds: (-20, 20) at level "token", (-inf, 10) at the other levels. TRL does not clamp,
+            which is (-inf, inf).
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
 
     Returns:
@@ -74,7 +79,8 @@ def importance_ratio(
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype, device, offsets, level or denominator; groups at another level, or
-            level "entropy_group" without groups; bounds that are not below and above 0.
+            level "entropy_group" without groups; a lower bound that is not below 0, or an upper bound that is not above
+            0.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -116,20 +122,21 @@ def entropy_groups(
     max_segment: int | None = None,
     scope: Literal["sequence", "batch"] = "sequence",
 ) -> Tensor:
-    """Groups of tokens of similar entropy, for ESPO (arXiv 2512.00499, eq. 7).
+    """Returns groups of tokens with similar entropies, for ESPO (arXiv 2512.00499, eq. 7).
 
-    Each quantile q is a cut: exactly the highest share ``1 - q`` of the tokens is above it, counted as in
-    :func:`topk_mask`; of ties, the lower index is above. A token's group is the number of cuts below it. The paper does
-    not say how its ranges of entropy are set. In its ablation a group of the highest 20 % is best: the default.
+    Each quantile q is a cut. Exactly the share ``1 - q`` of the tokens, those with the highest entropies, is above the
+    cut, counted as in :func:`topk_mask`. If entropies tie at the cut, tokens with lower indices are above. The group of
+    a token is the number of cuts below the token. The paper does not say how its ranges of entropy are set. In the
+    paper's ablation, one group of the highest 20 % is best; this is the default.
 
     Args:
-        entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
-            paper takes the entropy of the old policy.
-        mask: bool or integer (True where it is not 0), the shape of ``entropy``: the completion's tokens.
-        quantiles: ascending, in (0, 1), at most 15.
+        entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
+            paper uses the entropy of the old policy.
+        mask: bool or integer (True where it is not 0), the shape of ``entropy``: True at the tokens of the completion.
+        quantiles: at most 15 numbers in (0, 1), ascending.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
-        max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
-        scope: "sequence" takes quantiles of each sequence, "batch" takes quantiles of all tokens.
+        max_segment: the caller's upper bound on the length of a sequence; an optional hint for GPUs.
+        scope: "sequence" computes the quantiles within each sequence, "batch" over all tokens.
 
     Returns:
         int8, the shape of ``entropy``: 0 for the lowest entropies, up to the number of quantiles; -1 outside the mask,
@@ -165,26 +172,28 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """How far a token's ratio may be from 1 before it is clipped: ESPO's epsilon (arXiv 2512.00499, eq. 8).
+    """Returns ESPO's epsilon (arXiv 2512.00499, eq. 8): how far a token's ratio may be from 1 before it is clipped.
 
-    It is ``alpha / log(vocab_size)`` times the mean entropy of the token's group within its sequence, so that a group
-    of uncertain tokens may move further. The paper's formula divides the entropy of one token by the number of tokens;
-    its text means the group's average normalised entropy, as here. Means are exact, as in :func:`importance_ratio`.
+    Epsilon is ``alpha / log(vocab_size)`` times the mean entropy of the token's group within the token's sequence. So
+    the ratios of a group of uncertain tokens may move further from 1. The formula in the paper divides the entropy of
+    one token by the number of tokens. But the text of the paper means the average normalised entropy of the group,
+    which is computed here. Means are exact and reproducible, as in :func:`importance_ratio`.
 
     Args:
-        entropy: ``[..., T]``, nats, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
-        groups: int8, the shape of ``entropy``: 0 to 15; below 0 for tokens in no group.
+        entropy: ``[..., T]``, nats, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        groups: int8, the shape of ``entropy``: the group of each token, 0 to 15; below 0 if the token is in no group.
         mask: bool or integer (True where it is not 0), the shape of ``entropy``.
         vocab_size: the size of the policy's vocabulary; its logarithm is the largest possible entropy.
-        alpha: the range of a group that has the largest possible entropy; in the paper's ablation 0.02 is best.
+        alpha: the epsilon of a group that has the largest possible entropy. In the paper's ablation, 0.02 is best.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
 
     Returns:
-        float32, the shape of ``entropy``: the ratio's range is ``[1 - epsilon, 1 + epsilon]``; 0 for tokens in no group
-        or outside the mask. No gradient.
+        float32, the shape of ``entropy``: the epsilon of each token, whose ratio has the range
+        ``[1 - epsilon, 1 + epsilon]``; 0 for tokens that are in no group or outside the mask. No gradient.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype, device or offsets; a vocabulary below 2, an alpha not above 0.
+        ValueError, TypeError: a wrong shape, dtype, device or offsets; a ``vocab_size`` below 2; an ``alpha`` that is
+            not above 0.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -203,8 +212,8 @@ def adaptive_clip(
 
 
 class EspoTerms(NamedTuple):
-    """What :func:`espo_terms` returns: float32 ``[B, T]`` each. Only ``ratio`` has a gradient, with respect to
-    ``logprob``.
+    """The result of :func:`espo_terms`: three tensors, float32 ``[B, T]``. Only ``ratio`` has a gradient, with respect
+    to ``logprob``.
     """
 
     ratio: Tensor
@@ -223,25 +232,27 @@ def espo_terms(
     alpha: float = 0.02,
     denominator: Literal["self", "old"] = "self",
 ) -> EspoTerms:
-    """The terms of ESPO's objective (arXiv 2512.00499, eq. 5), for a loss that takes the mean over a sequence's tokens.
+    """Returns the terms of ESPO's objective (arXiv 2512.00499, eq. 5), for a loss that is a mean over a sequence's
+    tokens.
 
     Eq. 5 averages ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)`` over the tokens of each group, and then over the
-    groups of the sequence. The loss averages over the tokens of the sequence instead. The result is the same if each
-    token is weighted: in a sequence of n tokens and K groups, a token in a group of m tokens has the weight
+    groups of the sequence. Your loss averages over the tokens of the sequence instead. With a weight for each token,
+    the result is the same: in a sequence of n tokens and K groups, a token in a group of m tokens has the weight
     ``n / (K m)``. K counts only groups that have a token.
 
     Args:
         logprob: ``[B, T]``, float32, bfloat16 or float16.
         old_logprob: the same shape; a constant.
         entropy: the same shape: the entropy of the old policy, in nats. A token with a NaN entropy is in no group.
-        mask: bool, the same shape: true at the tokens of the completions.
+        mask: bool, the same shape: True at the tokens of the completions.
         quantiles: as in :func:`entropy_groups`.
         alpha, vocab_size: as in :func:`adaptive_clip`.
         denominator: as in :func:`importance_ratio`.
 
     Returns:
-        For each token: the ratio of its group, with the token's share of the gradient; the epsilon of its group; its
-        weight. Outside the mask, and for a token in no group: 1 without a gradient, 0 and 0.
+        For each token: ``ratio``, the ratio of the token's group, with the token's own gradient; ``epsilon``, the
+        epsilon of the group; ``weight``, the weight of the token. A token outside the mask or in no group has ratio 1
+        without a gradient, epsilon 0 and weight 0.
 
     Raises:
         ValueError, TypeError: as :func:`entropy_groups`, :func:`importance_ratio` and :func:`adaptive_clip`.

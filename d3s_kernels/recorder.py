@@ -1,7 +1,8 @@
-"""Records which tokens each token was drawn from while transformers generates, for TRL and for your own loop.
+"""Records the set of tokens from which each token is drawn while transformers generates. For TRL and for your own loop.
 
-transformers runs processors passed to ``generate`` before its own top-k, top-p and min-p. So the recorder is added to
-the list that ``_get_logits_processor`` returns; at its end, scores are the ones sampled from.
+transformers runs its own top-k, top-p and min-p after all processors that are passed to ``generate``. So the recorder
+is added to the list that ``_get_logits_processor`` returns: at the end of this list, the recorder sees the scores that
+are sampled from.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NO_TOKEN = -1  # pads the sets
-# Processors that only drop tokens and keep the other scores, so that the set of kept tokens records all they do.
+# Processors that only drop tokens and do not change the other scores: the set of kept tokens records their whole
+# effect.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-_STEPS_AT_ONCE = 64  # the latest steps have max_kept columns; after this many, unused columns are cut off
+_STEPS_AT_ONCE = 64  # new steps are stored with max_kept columns; after this many, unused columns are cut off
 
 
 class Recorded(NamedTuple):
@@ -31,31 +33,33 @@ class Recorded(NamedTuple):
     logprob: Tensor
     """float32 ``[rows, tokens]``: the log-probability of the drawn token among the tokens of its set."""
     log_mass: Tensor
-    """float32 ``[rows, tokens]``: the log-probability of the whole set before tokens were left out."""
+    """float32 ``[rows, tokens]``: the log-probability of the whole set, before the other tokens were dropped."""
 
     def in_columns(self, columns: int) -> Recorded:
-        """The same record, padded to ``columns`` tokens."""
+        """Returns the same record with completions padded to ``columns`` tokens."""
         more = columns - self.logprob.shape[1]
         sets = pad(self.sets, (0, 0, 0, more), value=NO_TOKEN)
         return Recorded(sets, pad(self.logprob, (0, more)), pad(self.log_mass, (0, more)))
 
 
 class Recorder:
-    """Two logits processors, one before and one after transformers' own. They read the scores and change none."""
+    """Two logits processors, one before and one after transformers' own. They only read the scores."""
 
     def __init__(self, max_kept: int) -> None:
         self._max_kept = max_kept
         self._temperature = 1.0
-        self._scores: Tensor | None = None  # of the last step, whose token is not drawn yet
+        self._scores: Tensor | None = None  # the scores of the last step, until its token is drawn
         self._whole: list[Tensor] = []  # each step, float32 [rows]: logsumexp over the vocabulary
         self._kept: list[Tensor] = []  # each step, float32 [rows]: logsumexp over the set
         self._drawn: list[Tensor] = []  # each step but the last, float32 [rows]: the drawn token's score
         self._sizes: list[Tensor] = []  # each step, int64 [rows]: the size of the set
-        self._sets: list[Tensor] = []  # each of the latest steps, int32 [rows, max_kept]: the set
-        self._narrowed: list[Tensor] = []  # int32 [rows, steps, width]: the sets of the steps before these
+        self._sets: list[Tensor] = []  # each of the latest steps, int32 [rows, max_kept]: the sets
+        self._narrowed: list[Tensor] = []  # int32 [rows, steps, width]: the sets of all earlier steps
 
     def around(self, processors: list[Any]) -> list[Any]:
-        """Puts the recorder into the list of processors of a generation."""
+        """Puts the recorder at both ends of a generation's list of processors. Refuses processors with effects that the
+        record cannot hold.
+        """
         self._temperature, others = 1.0, []
         for processor in processors:
             name = type(processor).__name__
@@ -82,7 +86,7 @@ class Recorder:
         self._scores = scores = scores.float()
         self._sizes.append((scores > -torch.inf).sum(1))
         highest = scores.topk(min(self._max_kept, scores.shape[1]), dim=1)
-        self._kept.append(highest.values.logsumexp(1))  # of the whole set: recorded() refuses larger sets
+        self._kept.append(highest.values.logsumexp(1))  # over the whole set: recorded() refuses larger sets
         self._sets.append(highest.indices.int().masked_fill(highest.values == -torch.inf, NO_TOKEN))
         if len(self._sets) == _STEPS_AT_ONCE:
             self._narrow()
@@ -93,14 +97,14 @@ class Recorder:
         self._drawn.append(self._scores.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
     def _narrow(self) -> None:
-        """Cuts off the columns that no row of the latest steps needs. This is a host sync."""
+        """Cuts off the columns that no row of the latest steps needs. This causes a host sync."""
         sets = torch.stack(self._sets, dim=1)
         width = int(torch.stack(self._sizes[-len(self._sets) :]).amax())
         self._narrowed.append(sets[:, :, :width].clone())
         self._sets.clear()
 
     def recorded(self, completions: Sequence[Sequence[int]]) -> Recorded:
-        """The record of these completions, which end with their first end-of-sequence token.
+        """Returns the record of these completions. Each completion ends with its first end-of-sequence token.
 
         Raises:
             ValueError: a token was drawn from more than ``max_kept`` tokens.
@@ -141,14 +145,16 @@ class Recorder:
 
 @contextmanager
 def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
-    """Records the steps of a model's ``generate`` in a ``with`` block; with PEFT, of the base model.
+    """Records the steps of a model's ``generate`` in a ``with`` block. With PEFT, the base model is recorded.
 
     Args:
-        model: a transformers model, whose ``generate`` is called once, with sampling.
-        max_kept: the largest number of candidate tokens at a position; :meth:`Recorder.recorded` refuses more.
+        model: a transformers model. Call its ``generate`` once in the block, with sampling.
+        max_kept: the largest number of tokens that a token may be drawn from; :meth:`Recorder.recorded` refuses larger
+            sets.
 
     Raises:
-        ValueError: in ``generate``, if one of its processors changes scores other than by a temperature.
+        ValueError: raised in ``generate``, if a processor changes scores, except for a temperature or by dropping
+            tokens.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -162,7 +168,7 @@ def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     recorder, processors_of = Recorder(max_kept), model._get_logits_processor
-    replaced = vars(model).get("_get_logits_processor")  # somebody else may have set one on this model
+    replaced = vars(model).get("_get_logits_processor")  # other code may already have replaced this method on the model
     model._get_logits_processor = lambda *args, **options: recorder.around(processors_of(*args, **options))
     try:
         yield recorder

@@ -1,12 +1,12 @@
 """The meaning of every op, in plain PyTorch and float64.
 
-Each function has the name, arguments and results of the public op, but no process groups and no ``weight_grad_into``,
-which only says where a gradient goes. The code is written to be read: it loops over rows and segments, and has no
-kernels and no argument checks. The tests compare the library with these functions. Look here for what an op does with
-ties, NaN, masks and empty segments.
+Each function has the name, the arguments and the results of the public function. Only process groups and
+``weight_grad_into``, the destination of a gradient, are missing. The code is written to be read: it loops over rows and
+segments, and has no kernels and no argument checks. The tests compare the library with these functions. The code here
+shows what an op does with ties, NaN, masks and empty segments.
 
-Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32). Scores
-are float32, as in the ops, so that the same scores tie.
+Logits are reduced in float64. The results are float64 (the ops return float32), and autograd can differentiate them.
+Scores are float32, as in the ops, so that the same scores tie.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Temperature = float | Tensor
 
 
 class SamplingMask(Protocol):
-    """d3s_kernels.SamplingMask: row i keeps token_ids[offsets[i]:offsets[i + 1]], or all tokens if that is empty."""
+    """Like d3s_kernels.SamplingMask: row i keeps token_ids[offsets[i]:offsets[i + 1]], or all tokens if this span is
+    empty.
+    """
 
     @property
     def token_ids(self) -> Tensor: ...
@@ -38,7 +40,7 @@ class TokenSelection(NamedTuple):
     threshold: Tensor
 
 
-# ---- vocabulary: logits [..., V] -> one number for each row ----------------------------------------------------------
+# ---- vocabulary: logits [..., V] -> one value for each row -----------------------------------------------------------
 
 
 def entropy(
@@ -65,10 +67,11 @@ def logprob_entropy(
     label_outside: str = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p of each row's label (0 where the label is -100), and the row's entropy.
+    """Returns log p of each row's label (0 if the label is -100), and the entropy of each row.
 
-    A sampling mask replaces the logits of dropped tokens by -inf and does not read them. The logit of a row's only kept
-    token is not read either. All results are NaN if more than `max_dense_rows` unmasked rows have an empty span.
+    With a sampling mask, the logits of dropped tokens are replaced by -inf without being read. If a row keeps only one
+    token, the logit of this token is not read either. All results are NaN if more than `max_dense_rows` unmasked rows
+    have an empty span.
     """
     no_target = labels == -100
     targets = labels.long().masked_fill(no_target, 0).unsqueeze(-1)
@@ -76,7 +79,7 @@ def logprob_entropy(
     read = logits
     if sampling_mask is not None:
         kept = _kept(logits, labels, sampling_mask, label_outside)
-        # Rows with an empty span, which keep all tokens.
+        # Rows with an empty span keep all tokens.
         dense = (sampling_mask.offsets.diff() == 0).to(logits.device).view(logits.shape[:-1])
         single = kept & (kept.sum(-1, keepdim=True) == 1) & ~dense.unsqueeze(-1)
         read = torch.where(kept, logits, -math.inf).masked_fill(single, 0)
@@ -96,7 +99,9 @@ def logprob_entropy(
 
 
 def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
-    """The results with NaN in some rows. In these rows the gradient of every logit is NaN too, kept or not."""
+    """Sets the results of some rows to NaN. In these rows the gradient of every logit is NaN too, whether the token is
+    kept or not.
+    """
     factor = torch.zeros_like(results).masked_fill(rows, math.nan)
     return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
 
@@ -108,7 +113,7 @@ def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_out
     for row, label, (begin, end) in zip(kept.view(-1, kept.shape[-1]), labels.flatten().tolist(), spans, strict=True):
         ids = sampling_mask.token_ids[begin:end].long()
         if ((ids < 0) | (ids >= len(row))).any():
-            continue  # the row keeps nothing, so its results are NaN
+            continue  # an invalid id: the row keeps nothing, so its results are NaN
         row[ids] = True
         if label_outside == "include" and label != -100:
             row[label] = True
@@ -133,7 +138,7 @@ def linear_logprob_entropy(
     label_outside: str = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logprob_entropy of the logits hidden @ weight.T + bias.
+    """Returns logprob_entropy of the logits hidden @ weight.T + bias.
 
     `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. All results are NaN if more than
     `max_rows` rows are unmasked; all gradients are NaN if more than `max_grad_rows` rows have a gradient.
@@ -200,7 +205,10 @@ def select_tokens(
     drop_zeros: bool = False,
     generator: torch.Generator | None = None,
 ) -> TokenSelection:
-    """topk_mask of the rule's scores, over the whole batch or over each sequence; or TRL's quantile, over the batch."""
+    """Keeps the tokens with the highest scores, as topk_mask does, in the whole batch or in each sequence. The rule
+    defines the scores. The rule "entropy_quantile" keeps the tokens at or above TRL's quantile of the whole batch
+    instead.
+    """
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, float(ratio), mask)
     if rule == "random":
@@ -246,9 +254,10 @@ def select_tokens_from_logits(
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The row-major indices of the mask's true values, ascending, padded with -1; and their count.
+    """Returns the row-major indices of the mask's true values, ascending and padded with -1, and the number of true
+    values.
 
-    The count may exceed `capacity`.
+    The number may exceed `capacity`.
     """
     found = mask.flatten().nonzero().flatten()
     indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
@@ -257,13 +266,15 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Positive normal numbers whose bit patterns are equally likely, so that the highest k are a random subset."""
+    """Positive normal floats. All bit patterns are equally likely, so that the k highest scores are a random subset."""
     bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
     return bits.view(torch.float32)
 
 
 def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> TokenSelection:
-    """Keeps entropies at or above torch's interpolated quantile: more than `ratio` if they tie, none if one is NaN."""
+    """Keeps entropies at or above torch's interpolated quantile. If entropies tie, more than the share `ratio` may be
+    kept. If an entropy is NaN, nothing is kept.
+    """
     values = entropy.detach().float()
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     present = values[mask]
@@ -273,7 +284,9 @@ def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> Tok
 
 
 def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> Tensor:
-    """Expands advantages given per token, per sequence or as a 0-d tensor. A shape that fits both is per token."""
+    """Expands advantages (per token, per sequence or 0-d) to one for each token. A shape that fits tokens and sequences
+    is taken as per token.
+    """
     if advantages.dim() == 0 or advantages.shape == entropy.shape:
         return advantages.expand_as(entropy)
     if offsets is not None:
@@ -294,19 +307,20 @@ def _highest(
     ratio: float | Tensor | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """Marks the k highest usable scores; or, without k, the ratio's share of them rounded up, at least 1.
+    """Marks the k highest usable scores. Without k, marks the share `ratio` of the usable scores, rounded up, at least
+    1.
 
-    The product with the ratio is reduced by 4 rounding steps of the ratio's dtype, so that the rounding of the ratio
-    itself cannot push it past a whole number: 0.07 of 100 is 7 although 0.07 * 100 > 7.
+    The product of the ratio and the number of scores is reduced by 4 rounding steps of the ratio's dtype. So the
+    rounding of the ratio cannot push the product past a whole number: 0.07 of 100 is 7 although 0.07 * 100 > 7.
     """
     candidates = usable.nonzero().flatten()
     if k is None:
         assert ratio is not None
         slack = 2**-21 if isinstance(ratio, Tensor) and ratio.dtype == torch.float32 else 2**-50
         k = max(1, math.ceil(float(ratio) * len(candidates) * (1 - slack)))
-    order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their index
+    order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their indices
     kept = candidates[order[: int(k)]]
-    if drop_zeros:  # they count in k before they are dropped
+    if drop_zeros:  # zeros count in k before they are dropped
         kept = kept[scores[kept] != 0]
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
@@ -327,11 +341,11 @@ def group_advantages(
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
         scored = group[~group.isnan()]
-        centred = group - scored.mean()  # not nanmean(), for which inf - inf may be 0
+        centred = group - scored.mean()  # not nanmean(), with which inf - inf may become 0
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
         nothing = group.isnan() | (centred == 0)  # a reward equal to the mean has advantage 0, even if the divisor is 0
-        nothing |= len(scored) == 1  # so has a group of one, even if its reward is infinite
+        nothing |= len(scored) == 1  # a group of one has advantage 0, even if its reward is infinite
         nothing |= bool(scored.isfinite().all()) and _without_spread(scored, _rounding(rewards.dtype))
         advantages[begin:end] = scaled.masked_fill(nothing, 0)
     return advantages.float().view(rewards.shape)
@@ -355,7 +369,9 @@ def _std(values: Tensor, ddof: int) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """One rounding step of half precision, or about eight of float32 or float64. Integers are exact in one of these."""
+    """One rounding step in half precision; about eight rounding steps in float32 and float64. Integers are converted to
+    one of these dtypes exactly.
+    """
     if dtype in (torch.bfloat16, torch.float16):
         return torch.finfo(dtype).eps
     return 1e-6 if dtype == torch.float32 else 2e-15
@@ -373,7 +389,7 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Marks the `keep` values of each segment that have the largest variance, or all usable ones if there are fewer."""
+    """Marks the `keep` values of each segment with the largest variance, or all usable values if there are fewer."""
     return select_rollouts(values, keep, offsets=offsets, scope="group", mask=mask)
 
 
@@ -390,7 +406,9 @@ def select_rollouts(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks `keep` rollouts of each group by the rule; or, if groups are pooled, `keep` times the number of groups."""
+    """Marks `keep` rollouts of each group by the rule. If groups are pooled, marks `keep` times the number of groups
+    from the pool.
+    """
     if rule not in ROLLOUT_RULES:
         raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
     values = _random_scores(advantages, generator) if rule == "random" else advantages
@@ -404,15 +422,17 @@ def select_rollouts(
 
 
 def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -> Tensor:
-    """The best k are the i lowest and the k - i highest, for one i in 0..k (PODS, Lemma 3.1): try all i.
+    """Marks the k values with the largest variance. They are the i lowest and the k - i highest values for some i in
+    0..k (PODS, Lemma 3.1), so all i are tried.
 
-    With rewards of 0 and 1 many i tie (up to ``equal``). The largest i wins, which takes the fewest from the top.
+    With rewards of 0 and 1, the variances of many i are equal, up to the relative difference ``equal``. Then the
+    largest i wins, so that the fewest of the highest values are marked.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
-        kept = kept[values[kept].argsort(stable=True)]  # by value, then index; -0 is 0
-        shifted = values[kept] - values[kept[n // 2]]  # else large values with small differences would cancel
+        kept = kept[values[kept].argsort(stable=True)]  # by value, then by index; -0 equals 0
+        shifted = values[kept] - values[kept[n // 2]]  # against cancellation of large values with small differences
         sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
         square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
         spread = k * (square_low + square_high) - (sum_low + sum_high) ** 2  # k^2 times the variance, for i = 0..k
@@ -427,12 +447,14 @@ def _first_sums(values: Tensor, k: int) -> Tensor:
 
 
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """Marks the k of n sorted values with ranks nearest to (i + 0.5) / k * (n - 1), i = 0..k-1; half rounds down."""
+    """Marks k of the n usable values. In the sorted order, their ranks are nearest to (i + 0.5) / k * (n - 1), half
+    rounded down, for all i from 0 to k - 1.
+    """
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
         kept = kept[values[kept].argsort(stable=True)]
-        # x rounded to the nearest, half down, is ceil(x - 1/2) = ceil(((2 i + 1) (n - 1) - k) / (2 k)), in integers
+        # Rounding x half down is ceil(x - 1/2); in integers: ceil(((2 i + 1) (n - 1) - k) / (2 k)).
         kept = kept[[-((k - (2 * i + 1) * (n - 1)) // (2 * k)) for i in range(k)]]
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
@@ -451,11 +473,11 @@ def importance_ratio(
     log_bounds: tuple[float, float] | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """pi / pi_old of each token (level "token"), or its geometric mean over the token's sequence or group.
+    """Returns pi / pi_old of each token (level "token"), or its geometric mean over the token's sequence or group.
 
     The mean has no gradient. It is multiplied by the token's pi / sg[pi] ("self") or pi / pi_old ("old"); sg stops the
-    gradient. Tokens outside the mask or in no group have ratio 1. A gradient of 0 stays 0 even if the ratio is infinite
-    or NaN.
+    gradient. Tokens outside the mask or in no group have ratio 1. If the incoming gradient is 0, the gradient is 0,
+    even if the ratio is infinite or NaN.
     """
     log_bounds = log_bounds or ((-20, 20) if level == "token" else (-math.inf, 10))
     present, new = _in_groups(logprob, mask, groups), logprob.double().flatten()
@@ -469,8 +491,8 @@ def importance_ratio(
 
 
 class _BoundedRatio(torch.autograd.Function):
-    """exp of x clamped to bounds, with derivative 0 outside them. A gradient of 0 stays 0; if exp(x) is infinite, the
-    chain rule alone would make it NaN.
+    """exp(x) with x clamped to bounds; the derivative is 0 outside the bounds. If the incoming gradient is 0, the
+    gradient is 0: the chain rule alone would give NaN if exp(x) is infinite.
     """
 
     @staticmethod
@@ -494,7 +516,9 @@ def entropy_groups(
     max_segment: int | None = None,
     scope: str = "sequence",
 ) -> Tensor:
-    """The number of cuts below each token; -1 outside the mask. Exactly the highest share 1 - q is above cut q."""
+    """Returns the number of cuts below each token; -1 outside the mask. Exactly the share 1 - q of the tokens, those
+    with the highest entropies, is above cut q.
+    """
     flat, usable = entropy.flatten(), _usable(entropy, mask)
     groups = -(~usable).to(torch.int8)
     for begin, end in _segments(entropy, offsets) if scope == "sequence" else [(0, flat.numel())]:
@@ -515,7 +539,9 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 for tokens in no group."""
+    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 for tokens in no
+    group.
+    """
     present = _in_groups(entropy, mask, groups)
     means = _group_means(entropy.double().flatten(), present, groups, _segments(entropy, offsets))
     return (alpha / math.log(vocab_size) * means).view(entropy.shape)
@@ -528,7 +554,7 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 
 
 def _group_means(values: Tensor, present: Tensor, groups: Tensor | None, segments: list[tuple[int, int]]) -> Tensor:
-    """Mean of `values` over each token's group or sequence. Tokens that are not `present` count nowhere and get 0."""
+    """Mean of `values` over each token's group or sequence. Tokens that are not `present` are left out and get 0."""
     group = torch.zeros_like(values) if groups is None else groups.flatten()
     means = torch.zeros_like(values)
     for begin, end in segments:

@@ -1,4 +1,4 @@
-"""Which rollouts to train on: advantages, and the choice by the largest variance or by another rule."""
+"""Computes advantages, and chooses the rollouts to train on, by the largest variance or by another rule."""
 
 from __future__ import annotations
 
@@ -44,35 +44,37 @@ def group_advantages(
     A NaN reward (a rollout that could not be scored) is left out of all statistics and has advantage 0. All advantages
     are 0 in a group of one, and in a group whose rewards are equal except for rounding (see
     :func:`groups_without_spread`). So rounding errors do not become advantages, whatever ``eps`` is. Advantages that
-    depend on an infinite reward are NaN or infinite. Statistics are float64. No gradient.
+    depend on an infinite reward are NaN or infinite. Statistics are computed in float64. No gradient.
 
-    Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch". Rewards
-    that are sent must have the same dtype on all ranks, after integers have been converted. Otherwise all ranks raise
-    an error. On a GPU with ``max_rollouts`` the host does not know the dtypes, and advantages are NaN instead.
+    Across ranks, rewards are gathered once. Nothing is sent if each group is whole on one rank and ``scale`` is not
+    "batch". Rewards that are sent must have the same dtype on all ranks, after the conversion of integers. If dtypes
+    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host does not see the other ranks' dtypes: if
+    dtypes differ, all advantages are NaN instead.
 
     Args:
-        rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
+        rewards: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
             float32 or float64. Integers of more than 16 bits are converted to float64, which is exact up to 2^53.
-        scale: "group" divides by the group's standard deviation, "batch" by the batch's (Lite-PPO), "none" does not
-            divide (Dr. GRPO); TRL's ``scale_rewards``.
+        scale: "group" divides by the standard deviation of the group, "batch" by the standard deviation of the batch
+            (Lite-PPO), "none" does not divide (Dr. GRPO). TRL calls this argument ``scale_rewards``.
         eps: added to the standard deviation.
-        ddof: 1 for the sample's standard deviation (TRL, verl), 0 for the population's.
+        ddof: 1 for the standard deviation of a sample (TRL, verl), 0 for the standard deviation of a population.
 
     Ragged batches:
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
 
     Across ranks:
         process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` is then
-            this rank's piece of one tensor: the pieces of all ranks, concatenated along the first dimension in rank
-            order. The result is this rank's piece of the whole tensor's result, bit for bit. Ranks may hold different
-            numbers of rollouts, or none.
-        placement: with a process group, "whole": every row, or segment of the rank's own ``offsets``, is whole on its
-            rank. "global": ``offsets`` refer to the concatenation of all ranks' 1-D tensors and are the same on all
-            ranks; a group may lie on several ranks. A 1-D tensor without offsets is one group over all ranks.
-        max_rollouts: with a process group, the caller's bound on the number of rollouts of any rank, the same on all
-            ranks. With it there is one round, of ``8 + 8 max_rollouts`` bytes from each rank (for selections
-            ``8 + 4 max_rollouts``), and no host sync. Without it the ranks first gather their numbers of rollouts,
-            which is a host sync.
+            this rank's piece of a whole tensor, which is the concatenation of all ranks' pieces along the first
+            dimension, in rank order. The result is bitwise equal to this rank's piece of the result for the whole
+            tensor. Ranks may hold different numbers of rollouts, or none.
+        placement: only with a process group. "whole": each group is whole on one rank; groups are the rows, or the
+            segments of the rank's own ``offsets``. A 1-D tensor without offsets is an exception: it is one group over
+            all ranks. "global": ``offsets`` are for the concatenation of all ranks' 1-D tensors and are the same on all
+            ranks; a group may lie on several ranks.
+        max_rollouts: only with a process group. The caller's upper bound on the number of rollouts of any rank; it must
+            be the same on all ranks. With this bound, there is one collective and no host sync; each rank sends
+            ``8 + 8 max_rollouts`` bytes (in selections ``8 + 4 max_rollouts``). Without the bound, the ranks first
+            gather their numbers of rollouts, which causes a host sync.
 
     Returns:
         float32, the shape of ``rewards``.
@@ -86,7 +88,7 @@ def group_advantages(
         tensor([[ 0.5774, -1.1547,  0.5774,  0.0000]])
     """
     if process_group is not None:
-        from ._across_ranks import rollouts as across_ranks  # here, since some builds of torch have no groups
+        from ._across_ranks import rollouts as across_ranks  # here, since some builds of torch have no process groups
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
         return across_ranks.group_advantages(rewards, scale, eps, ddof, layout)
@@ -94,22 +96,24 @@ def group_advantages(
 
 
 def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-    """Marks the groups whose rewards are all equal except for rounding. They teach nothing, and DAPO leaves them out.
+    """Marks the groups whose rewards are all equal except for rounding. Such groups teach nothing; DAPO leaves them
+    out.
 
-    The same rewards, added in another order, differ in their last bits, and even the standard deviation of equal
-    numbers may be above 0 in float32. Divided by such a deviation, rounding errors become advantages. So a group counts
-    as equal where ``max - min <= tolerance * max(1, largest |reward|)``. Values that are not finite are left out.
+    Sums of the same terms may differ in their last bits if the terms are added in another order. In float32, even the
+    standard deviation of equal values may be above 0. If rewards are divided by such a standard deviation, rounding
+    errors become advantages. So the rewards of a group count as equal where
+    ``max - min <= tolerance * max(1, largest |reward|)``. Rewards that are not finite are left out.
 
     Args:
         rewards: as in :func:`group_advantages`.
-        tolerance: at least 0. None is some eight rounding steps, 1e-6 for float32 and 2e-15 for float64 (or integers of
-            more than 16 bits), and one step for half precision.
+        tolerance: at least 0. None means about eight rounding steps for float32 (1e-6) and float64 (2e-15, also for
+            integers of more than 16 bits), and one rounding step for half precision.
 
     Ragged batches:
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
 
     Returns:
-        bool ``[...]``, or ``[groups]`` with offsets; True also for a group with fewer than two finite rewards. No host
+        bool ``[...]``, or ``[groups]`` with offsets. A group with fewer than two finite rewards is also marked. No host
         sync.
 
     Raises:
@@ -151,27 +155,27 @@ def max_variance_select(
 ) -> Tensor:
     """Marks the ``keep`` values of each segment that have the largest variance of all subsets of this size.
 
-    The best subset is the i lowest and the keep - i highest for some i (PODS, arXiv 2504.13818, Lemma 3.1); all i are
-    tried. Values are ordered by (value, index). Among equal variances (relative 1e-12) the subset with the fewest from
-    the top is taken.
+    The best subset consists of the i lowest and the ``keep - i`` highest values for some i (PODS, arXiv 2504.13818,
+    Lemma 3.1); all i are tried. Values are ordered by (value, index). If the variances of several subsets are equal, up
+    to a relative difference of 1e-12, the subset with the fewest of the highest values is kept.
 
-    Across ranks, values are gathered once. Nothing is sent if segments are whole.
+    Across ranks, values are gathered once. Nothing is sent if each segment is whole on one rank.
 
     Args:
-        values: ``[..., n]``, a segment for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        values: ``[..., n]``, each row is a segment; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         keep: at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the device.
-        mask: bool or integer (True where it is not 0), the shape of ``values``; False is never kept. Neither is a value
-            that is NaN or infinite.
+        mask: bool or integer (True where it is not 0), the shape of ``values``. Values where it is False are never
+            kept. NaN and infinite values are never kept either.
 
     Ragged batches:
         offsets: int32 or int64 ``[segments + 1]``, from 0 to N.
-        max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
+        max_segment: the caller's upper bound on the length of a segment; an optional hint for GPUs.
 
     Across ranks:
         process_group, placement, max_rollouts: as in :func:`group_advantages`.
 
     Returns:
-        bool, the shape of ``values``: exactly ``keep`` of each segment, or all usable ones where there are no more.
+        bool, the shape of ``values``: exactly ``keep`` values of each segment, or all usable values if there are fewer.
 
     Raises:
         ValueError, TypeError: keep below 1, a wrong shape, dtype, device or offsets.
@@ -206,46 +210,48 @@ def select_rollouts(
     max_rollouts: int | None = None,
     equal_rows: bool = False,
 ) -> Tensor:
-    """Marks the rollouts to train on, which a rule chooses from each group, or from all groups pooled.
+    """Marks the rollouts to train on. A rule chooses them from each group, or from all groups pooled.
 
     ================ ============================================================== ===============================
-    ``rule``         keeps                                                          is
+    ``rule``         keeps                                                          source
     ================ ============================================================== ===============================
     "max_variance"   the subset with the largest variance: max_variance_select      D3S, PODS
     "highest"        the largest values                                             PODS max-reward; GFPO of a metric
     "largest_abs"    the largest absolute values                                    CPPO, of advantages
-    "percentile"     those nearest the (i + 0.5) / k quantiles, i = 0 ... k - 1     PODS percentile, as we take it
+    "percentile"     values nearest the (i + 0.5) / k quantiles, i = 0 ... k - 1    PODS percentile (see below)
     "random"         any subset, all equally likely                                 PODS random
     ================ ============================================================== ===============================
 
-    Each rule is exact: it keeps ``keep`` values, or all usable ones where there are no more. Ties go to the lower
-    index.
+    Each rule keeps exactly ``keep`` values, or all usable values if there are fewer. Ties go to the lower index.
 
     The definition of PODS's percentile rule could not be confirmed: it is neither in the published code nor in a text
-    that we could read. Here the n usable values are ordered by (value, index), and the ranks nearest to
-    ``(i + 0.5) / k * (n - 1)`` are kept, half rounded down. These k ranks are all different.
+    that we could read. Here the n usable values are ordered by (value, index). For k = ``keep``, the values whose ranks
+    are nearest to ``(i + 0.5) / k * (n - 1)`` are kept; half is rounded down. These k ranks are all different.
 
-    Across ranks, advantages are gathered once. Nothing is sent if ``scope`` is "group" and groups are whole. "batch"
-    keeps ``keep`` times the number of groups of all ranks, and usually not the same number on each rank. For equal
-    numbers, either choose with ``equal_rows``, or move kept rows with :func:`d3s_kernels.distributed.plan_rows`.
+    Across ranks, advantages are gathered once. Nothing is sent if ``scope`` is "group" and each group is whole on one
+    rank. Scope "batch" keeps ``keep`` times the number of groups on all ranks. The numbers kept on each rank usually
+    differ. For equal numbers, either pass ``equal_rows=True``, or move kept rows with
+    :func:`d3s_kernels.distributed.plan_rows`.
 
-    With ``equal_rows`` each rank keeps some of its lowest and some of its highest values; how many of each is chosen
-    for all ranks together. Finding the best choice is as hard as the partition problem. The choice found here has a sum
-    of squared deviations within ``d^2 / (4 k)`` of the best, where k is the number kept on all ranks and d the
-    difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. It sends no more than the
-    choice without ``equal_rows``.
+    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. The numbers of lowest and
+    highest values are chosen for all ranks together. Finding the best choice is as hard as the partition problem. The
+    sum of squared deviations of the choice made here is within ``d^2 / (4 k)`` of the largest possible sum. Here k is
+    the number of values kept on all ranks, and d is the difference of two values of one rank: see
+    ``d3s_kernels/_across_ranks/rollouts.py``. With ``equal_rows``, no more data is sent than without.
 
     Args:
-        advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They
-            may also be rewards, or another number for each rollout (for GFPO's shortest responses: ``-length``).
-        keep: rollouts kept for each group, at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the
-            device.
+        advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+            Instead of advantages, you may pass rewards or any other value for each rollout (for GFPO's shortest
+            responses: ``-length``).
+        keep: the number of rollouts to keep for each group, at least 1: a number, or a 0-d int64 or int32 tensor, which
+            is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; PODS, 2504.13818; GFPO, 2508.09726; CPPO, 2503.22342.
-        scope: "batch" pools all groups and keeps ``keep`` times their number, so that groups with equal advantages
-            leave their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; PODS, GFPO).
-        mask: bool or integer (True where it is not 0), the shape of ``advantages``; False is never kept. Neither is a
-            value that is NaN or infinite.
-        generator: for "random": a generator on the device of ``advantages``, or None for torch's default one.
+        scope: "batch" pools all groups and keeps ``keep`` times the number of groups, so that a group with equal
+            advantages can keep fewer rollouts, and other groups more (D3S). "group" keeps ``keep`` rollouts of each
+            group (D3S-I; PODS, GFPO).
+        mask: bool or integer (True where it is not 0), the shape of ``advantages``. Rollouts where it is False are
+            never kept. NaN and infinite values are never kept either.
+        generator: for "random": a generator on the device of ``advantages``, or None for torch's default generator.
             ``torch.compile(fullgraph=True)`` requires None.
 
     Ragged batches:
@@ -254,16 +260,16 @@ def select_rollouts(
     Across ranks:
         process_group, placement, max_rollouts: as in :func:`group_advantages`. For "random" each rank draws with its
             own generator. All subsets are equally likely, even if the ranks use the same seed.
-        equal_rows: keep the same number on every rank, only with "max_variance" and "batch": ``keep`` times the number
-            of groups of all ranks, divided by the number of ranks and rounded up, but at most the smallest number of
-            usable values of any rank, which may be 0. See above.
+        equal_rows: keep the same number of rollouts on every rank; only with rule "max_variance" and scope "batch".
+            This number is ``keep`` times the number of groups on all ranks, divided by the number of ranks and rounded
+            up. But if a rank has fewer usable values, or none, all ranks keep only as many as this rank has. See above.
 
     Returns:
         bool, the shape of ``advantages``.
 
     Raises:
-        ValueError, TypeError: as :func:`max_variance_select`; an unknown rule; a generator with a rule that draws
-            nothing; ``equal_rows`` with another rule or scope.
+        ValueError, TypeError: as :func:`max_variance_select`; an unknown rule; a generator with a rule other than
+            "random"; ``equal_rows`` with another rule or scope.
 
     Example:
         >>> import torch, d3s_kernels as d3s

@@ -1,6 +1,6 @@
 """Sampling masks: for each row, the tokens that the sampler could have drawn, after top-k, top-p or min-p.
 
-``sampling_rules.py`` makes them from logits.
+``sampling_rules.py`` makes sampling masks from logits.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from ._arguments import is_known, require_optional_tensors, require_readable, re
 from ._dispatch import ops
 from ._together import NO_SAMPLING_MASK, SamplingArguments
 
-_MOST = 2**31 - 1  # the highest id
+_MOST = 2**31 - 1  # the highest possible id
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class SamplingMask:
-    """For each row, a span of the tokens of the vocabulary that were kept when its token was sampled.
+    """For each row, the tokens of the vocabulary that were kept when the row's token was sampled.
 
-    The spans lie one after the other: row ``i`` has ``token_ids[offsets[i]:offsets[i + 1]]``, in any order, each id
-    once. Ids after ``offsets[-1]`` belong to no row; this padding lets rows be selected without a host sync. **An empty
-    span means the whole vocabulary.** Mask rows that do not count, such as padding, with the ops' ``mask=``.
+    The ids of all rows lie one after the other: row ``i`` has the span ``token_ids[offsets[i]:offsets[i + 1]]``, in any
+    order, with each id once. Ids after ``offsets[-1]`` are padding and belong to no row. Such padding makes it possible
+    to select rows without a host sync. **An empty span means the whole vocabulary.** If a row does not count (such as a
+    padding token), mask it with the ops' ``mask=``.
 
     The values are checked if the host can read them: on a CPU, and with ``D3S_KERNELS_CHECK=1``.
 
     Attributes:
         token_ids: int32 ``[n]``, ids of the whole vocabulary.
-        offsets: int32 or int64 ``[rows + 1]``, from 0, not decreasing, the last at most ``n``.
+        offsets: int32 or int64 ``[rows + 1]``; the first is 0, no offset is smaller than the one before it, and the
+            last is at most ``n``.
 
     Raises:
         ValueError, TypeError: a wrong shape or dtype, offsets that decrease or point past the ids.
@@ -81,8 +83,8 @@ class SamplingMask:
     @classmethod
     def from_lists(cls, spans: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> SamplingMask:
         """Makes a mask from a list of ids for each row. vLLM (``sampling_mask``) and SGLang
-        (``output_token_sampling_mask``) return such lists for each generated token. A prompt's token has an empty list,
-        or is left out by ``mask=``.
+        (``output_token_sampling_mask``) return such a list for each generated token. For a token of the prompt, pass an
+        empty list, or mask the token with the ops' ``mask=``.
 
         Example:
             >>> from d3s_kernels import SamplingMask
@@ -90,7 +92,7 @@ class SamplingMask:
             tensor([0, 2, 3])
         """
         try:
-            # An array takes only whole numbers.
+            # An array raises an error for anything but whole numbers.
             lengths, ids = array("i", map(len, spans)), array("i", chain.from_iterable(spans))
             if ids and min(ids) < 0:
                 raise OverflowError
@@ -101,8 +103,8 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, token_ids: Tensor) -> SamplingMask:
-        """Makes a mask from int32 or int64 ids ``[..., K]``, padded with -1 (SkyRL, and prime-rl within its trainer).
-        The leading dimensions, flattened, are the rows.
+        """Makes a mask from int32 or int64 ids ``[..., K]``, padded with -1 (as in SkyRL, and within the trainer of
+        prime-rl). The leading dimensions, flattened, are the rows.
 
         Example:
             >>> import torch
@@ -130,7 +132,7 @@ class SamplingMask:
     @classmethod
     def from_counts(cls, token_ids: Tensor | bytes, counts: Tensor | bytes) -> SamplingMask:
         """Makes a mask from the ids of all rows, one row after the other, and the number of ids in each row. Both may
-        be bytes of int32, which is what prime-rl sends.
+        also be bytes of int32 values, as prime-rl sends them.
 
         Example:
             >>> import torch
@@ -157,12 +159,13 @@ class SamplingMask:
         return self.token_ids.device
 
     def index_select(self, rows: Tensor | Sequence[int], *, capacity: int | None = None) -> SamplingMask:
-        """The spans of these rows, in the given order. No host sync.
+        """Returns the mask of these rows, in the order of ``rows``. No host sync.
 
         Args:
-            rows: int64 or int32 ``[n]`` on the mask's device (copying a list there is a host sync).
-            capacity: on a GPU, the number of ids to allocate. None means as many as the mask has, which is enough if no
-                row comes twice. If the rows have more ids, the offsets decrease, and then the ops give NaN in all rows.
+            rows: int64 or int32 ``[n]`` on the mask's device; or a list, whose copy to a GPU causes a host sync.
+            capacity: on a GPU, the number of ids to allocate. None means as many ids as this mask has, which is enough
+                if no row is selected twice. If the selected rows have more ids, the new offsets decrease, and the ops
+                give NaN in all rows.
         """
         if not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
@@ -181,7 +184,7 @@ class SamplingMask:
 
     @classmethod
     def cat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """The rows of several masks, one mask after the other."""
+        """Concatenates the rows of several masks."""
         if not masks:
             raise ValueError("masks: got none; takes at least one")
         before = accumulate((len(mask.token_ids) for mask in masks), initial=0)
@@ -191,12 +194,14 @@ class SamplingMask:
         return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
 
     def _valid(self) -> Tensor:
-        """A 0-d flag: whether the offsets are valid. On a GPU they may be invalid; then no span is taken from them."""
+        """Whether the offsets are valid, as a 0-d tensor. On a GPU, a mask may have invalid offsets; a mask that is
+        made from it then has decreasing offsets.
+        """
         offsets = self.offsets
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
-        """A copy on another device. ``non_blocking`` has no effect if that is the CPU, since the values are then
+        """A copy on another device. ``non_blocking`` has no effect for a copy to the CPU, since the values are then
         checked.
         """
         non_blocking &= torch.device(device).type != "cpu"
@@ -208,7 +213,7 @@ class SamplingMask:
         return SamplingMask(self.token_ids.pin_memory(), self.offsets.pin_memory())
 
     def to_lists(self) -> list[list[int]]:
-        """The ids of each row. This is a host sync."""
+        """The ids of each row. On a GPU, this causes a host sync."""
         if not self._valid():
             raise ValueError("offsets: got some that decrease: a choice of rows had more ids than its capacity")
         ids, offsets = self.token_ids.tolist(), self.offsets.tolist()
@@ -222,7 +227,7 @@ LabelOutside = Literal["nan", "include"]
 
 
 class SamplingOptions(NamedTuple):
-    """The arguments of a public function that say which tokens were kept. They are not checked yet."""
+    """The arguments of a public function for sampling masks. They are not checked yet."""
 
     sampling_mask: SamplingMask | None
     label_outside: LabelOutside
@@ -232,7 +237,7 @@ class SamplingOptions(NamedTuple):
         return op_arguments(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
 
     def values(self) -> dict[str, Any]:
-        """All values, by the names that error messages have for them."""
+        """All values, with the names that error messages use for them."""
         mask = self.sampling_mask
         tensors = {"sampling_mask": mask and mask.token_ids, "the offsets of sampling_mask": mask and mask.offsets}
         return tensors | {"label_outside": self.label_outside, "max_dense_rows": self.max_dense_rows}
@@ -244,7 +249,7 @@ def op_arguments(
     like: Tensor,
     label_outside: LabelOutside = "nan",
 ) -> SamplingArguments:
-    """A sampling mask as the ops take it."""
+    """Checks a sampling mask with its options, and converts them to the ops' arguments."""
     require_whole(max_dense_rows=max_dense_rows)
     if label_outside not in ("nan", "include"):
         raise ValueError(f"label_outside: got {label_outside!r}; takes 'nan' or 'include'")
@@ -264,7 +269,7 @@ def known(tensor: Tensor) -> bool:
 
 
 def _bad_list(spans: Sequence[Sequence[int]]) -> Exception:
-    """An error that names the first row with a wrong list."""
+    """Returns an error that names the first row with a wrong list."""
     for row, span in enumerate(spans):
         if not hasattr(span, "__len__") or isinstance(span, (str, bytes)):
             return TypeError(f"spans: got {type(span).__name__} at row {row}; takes a list of ids")
@@ -296,8 +301,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capacity: int | None) -> SamplingMask:
-    """A mask of the spans with these starts and lengths, one after the other. If ``valid`` is false or the ids do not
-    fit, its offsets decrease.
+    """Makes a mask of the spans of ``ids`` with these starts and lengths. If ``valid`` is false, or if the ids do not
+    fit into ``capacity``, the offsets of the mask decrease.
     """
     offsets = offsets_of(lengths)
     if known(offsets):

@@ -1,4 +1,4 @@
-"""Sampling masks from logits, for loops that sample without an engine: top-k, top-p and min-p."""
+"""Sampling masks from logits by top-k, top-p and min-p, for loops that sample without an inference engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ._dispatch import ops
 from .sampling import SamplingMask, known, offsets_of
 
 _ORDERS = {"transformers": ("top_k", "top_p", "min_p"), "vllm": ("min_p", "top_k", "top_p")}
-_LOGITS_AT_ONCE = 1 << 25  # the rules take about 40 bytes for each logit
-_UNIT = 2.0**40  # probabilities are summed as whole multiples of 1 / _UNIT: such sums do not depend on their order
+_LOGITS_AT_ONCE = 1 << 25  # limits memory: the rules take about 40 bytes for each logit
+_UNIT = 2.0**40  # probabilities are summed as multiples of 1 / _UNIT, so that sums do not depend on the order
 
 
 def sampling_mask_from_logits(
@@ -27,16 +27,17 @@ def sampling_mask_from_logits(
     order: str = "transformers",
     max_kept: int = 4096,
 ) -> SamplingMask:
-    """The tokens that top-k, top-p and min-p keep: for loops that sample from logits themselves, without an engine.
+    """Returns the tokens that top-k, top-p and min-p keep, for loops that sample from logits without an inference
+    engine.
 
-    Use it only on the logits that are sampled from. Sets recomputed from a trainer's logits differ from the sampler's,
-    because the logits differ.
+    Pass only the logits that are sampled from. If sets are recomputed from a trainer's logits, they differ from the
+    sampler's sets, because the logits differ.
 
     Top-k also keeps tokens that tie with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p``
-    of the probability is left. It keeps at least one token; among equal tokens the lower ids come first. Min-p keeps
-    tokens whose probability is at least ``min_p`` times the largest one. Each rule works on the tokens that the rules
-    before it have kept. The result is the same in every run. Half-precision logits often tie, and transformers' warpers
-    break ties differently. So sample only from the tokens of this mask.
+    of the probability is left. It keeps at least one token; of equally likely tokens, lower ids come first. Min-p keeps
+    tokens whose probability is at least ``min_p`` times the largest one. Each rule is applied to the tokens that the
+    previous rules have kept. The result is the same in every run. Half-precision logits often tie, and transformers'
+    warpers break ties differently. So sample only from the tokens of this mask.
 
     Args:
         logits: ``[..., V]``, a float dtype; the leading dimensions, flattened, are the rows.
@@ -44,13 +45,14 @@ def sampling_mask_from_logits(
         top_p: in (0, 1]; None keeps all.
         min_p: in [0, 1]; None keeps all.
         temperature: in [1e-15, 1e15]; the logits are divided by it first.
-        order: "transformers": top-k, top-p, min-p. "vllm": min-p, top-k, top-p.
-        max_kept: the largest number of tokens that a row may keep. More are an error on a CPU. On a GPU there is no
-            host sync: memory is allocated for ``max_kept`` ids of each row, and a row with more has NaN results.
+        order: the order of the rules. "transformers" is top-k, top-p, min-p; "vllm" is min-p, top-k, top-p.
+        max_kept: the largest number of tokens that a row may keep. On a CPU, a row that keeps more is an error. On a
+            GPU there is no host sync: memory is allocated for ``max_kept`` ids of each row, and a row that keeps more
+            has NaN results.
 
     Raises:
-        ValueError, TypeError: an argument out of its range, a row that keeps more than ``max_kept``, a row without a
-            finite logit, or with NaN or infinity (on a GPU its results are NaN).
+        ValueError, TypeError: an argument out of its range; a row that keeps more than ``max_kept`` tokens; a row with
+            NaN or ``+inf``, or without a finite logit. On a GPU, such a row raises no error, but its results are NaN.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -103,7 +105,7 @@ def _top_k(scores: Tensor, top_k: int) -> Tensor:
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
     down = scores.sort(dim=1, descending=True, stable=True)
-    # `left`: the probability of each token and all tokens sorted after it.
+    # `left`: for each token, the probability of this token and all tokens after it.
     shares = (down.values.double().softmax(1) * _UNIT).round().long()
     left = shares.flip(1).cumsum(1).flip(1)
     kept = left.float() > left[:, :1].float() * (1 - top_p)
@@ -120,8 +122,8 @@ _RULES: dict[str, Callable[[Tensor, Any], Tensor]] = {"top_k": _top_k, "top_p": 
 
 
 def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
-    """The sampling mask of bools ``[rows, V]``. Refuses bad rows and rows that keep more than ``max_kept``; where the
-    host cannot read them, such a row gets the id -1 alone, for which the ops give NaN.
+    """Converts bools ``[rows, V]`` to a sampling mask. Refuses bad rows and rows that keep more than ``max_kept``. If
+    the host cannot read the values without waiting, such a row gets only the id -1 instead, for which the ops give NaN.
     """
     lengths = kept.sum(1)
     many = lengths > max_kept
@@ -134,7 +136,7 @@ def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
         row = int(many.nonzero()[0])
         raise ValueError(f"max_kept: got {max_kept}; takes at least what row {row} keeps, {int(lengths[row])}")
     bad = bad | many
-    # A bad row keeps one token, whose id becomes -1.
+    # A bad row keeps one token. The id of this token becomes -1 below.
     kept = torch.where(bad.unsqueeze(1), torch.arange(kept.shape[1], device=kept.device) == 0, kept)
     room = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])
     places, _ = ops.compact(kept, room)

@@ -7,25 +7,28 @@ from typing import Literal, NamedTuple
 
 
 class Budget(NamedTuple):
-    """What a step may train on: rollouts of each group, and the share of their tokens."""
+    """The budget of a training step: the number of rollouts of each group, and the share of the tokens of these
+    rollouts.
+    """
 
     rollouts: int
     token_ratio: float
 
 
 class DownSamplingSchedule:
-    """The budget at a point of training, between ``start`` and ``end``.
+    """Computes the budget at a point of training, between ``start`` and ``end``.
 
-    ``linear`` is the paper's shape (arXiv 2509.22115): ``(1 - p) start + p end``; the defaults are the paper's numbers.
-    ``cosine`` starts and ends slowly, ``exponential`` grows by equal factors. Rollouts are rounded, half up.
+    ``linear`` is the paper's shape (arXiv 2509.22115): ``(1 - p) start + p end`` at progress p. The defaults of
+    ``start`` and ``end`` are from the paper. ``cosine`` starts and ends slowly; ``exponential`` grows by equal factors.
+    The number of rollouts is rounded to the nearest integer, half up.
 
     Args:
         start: the budget at progress 0; rollouts at least 1, token_ratio in (0, 1].
-        end: the budget at progress 1, likewise.
+        end: the budget at progress 1, with the same limits.
         shape: "linear", "cosine" or "exponential".
 
     Raises:
-        ValueError, TypeError: a wrong budget or shape; when called, progress outside [0, 1].
+        ValueError, TypeError: a wrong budget or shape; in a call of the schedule, a progress outside [0, 1].
 
     Example:
         >>> import d3s_kernels as d3s

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 
 class Selection:
-    """D3S's two choices, of rollouts and of their tokens, by the options and the progress of training.
+    """Makes D3S's two choices: which rollouts to keep, and which of their tokens. Both depend on the options and the
+    progress of training.
 
     Args:
         options: a :class:`SelectionOptions`, or a trainer's options that inherit it.
-        values: options by name, instead of ``options``; the others have their defaults.
+        values: options by name, instead of ``options``; all other options have their defaults.
 
     Raises:
         ValueError: a bad value; an unknown option; both ``options`` and ``values``.
@@ -78,8 +79,8 @@ class Selection:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None, prefix: str = "") -> Self:
-        """From a section of a configuration (YAML, Hydra); None is an empty section. Error messages put ``prefix``
-        before an option's name.
+        """Makes a selection from a section of a configuration (YAML, Hydra); None is an empty section. Error messages
+        put ``prefix`` before an option's name.
 
         Example:
             >>> import d3s_kernels as d3s
@@ -92,7 +93,7 @@ class Selection:
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """From the ``--d3s.`` options of a command line. Also returns the remaining words.
+        """Makes a selection from the ``--d3s.`` options of a command line. Also returns the remaining words.
 
         Example:
             >>> import d3s_kernels as d3s
@@ -104,18 +105,20 @@ class Selection:
         return cls.from_mapping(values, PREFIX), rest
 
     def schedule(self, group_size: int) -> DownSamplingSchedule:
-        """The schedule for groups of this size, with both ends as numbers of rollouts."""
+        """The schedule for groups of this size. The budgets at both ends are numbers of rollouts, not shares."""
         options = self.options
         start = options.rollouts_start, options.token_ratio_start
         return _schedule(start, (options.rollouts_end, options.token_ratio_end), options.schedule_shape, group_size)
 
     def budget(self, progress: float, group_size: int) -> Budget:
-        """The budget at ``progress``, the share of training that is done: rollouts between 2 and ``group_size``."""
+        """The budget at ``progress``, the share of training that is done. Its number of rollouts is between 2 and
+        ``group_size``.
+        """
         return self.schedule(group_size)(progress)
 
     def number_of_rollouts(self, progress: float, groups: int, n: int, multiple_of: int = 1) -> tuple[int, int]:
-        """The number of rollouts that the budget asks for in ``groups`` groups of ``n``, and the number that
-        :meth:`rollouts` keeps if all advantages are finite.
+        """Returns two numbers for ``groups`` groups of ``n`` rollouts: how many rollouts the budget asks for, and how
+        many :meth:`rollouts` keeps if all advantages are finite.
         """
         asked = self.budget(progress, n).rollouts * groups
         return asked, rounded(asked, groups * n, multiple_of)
@@ -140,27 +143,30 @@ class Selection:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
                 never kept.
             progress: the share of training that is done, in [0, 1].
-            groups: the group of each of N rollouts: labels that are equal within a group, or an integer tensor.
-                Rollouts may be in any order, groups of any size.
-            group_size: the group size that a share refers to; by default the largest group's. Give it if groups may
-                have lost rollouts.
-            has_tokens: bool, the shape of ``advantages``. A rollout without a token in the loss (such as a truncated
-                one) teaches nothing: its advantage counts as 0, or with the rule "highest" as the lowest.
+            groups: the group of each of N rollouts, as labels or as an integer tensor. Rollouts with equal labels are a
+                group. Rollouts may be in any order, and groups may have any size.
+            group_size: the group size for options that are a share of the group; by default the size of the largest
+                group. Pass it if rollouts may be missing from groups.
+            has_tokens: bool, the shape of ``advantages``: whether the rollout has a token in the loss. A rollout
+                without such a token (for example, a truncated rollout) teaches nothing: its advantage is replaced by 0,
+                or with the rule "highest" by a value below all others.
             multiple_of: the number of kept rollouts is rounded up to a multiple of this, or down if there are too few
                 rollouts.
-            ranks: if given, the number of ranks. Each has an equal part of the rollouts and keeps the same number: see
-                :func:`d3s_kernels.selection.choose_rollouts`.
-            generator: for the rule "random": a generator on the device, in the same state on every rank that chooses.
+            ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
+                them: see :func:`d3s_kernels.selection.choose_rollouts`.
+            generator: for the rule "random": a generator on the device of ``advantages``. If several ranks make the
+                same choice, the generator must have the same state on all these ranks.
 
         Across ranks:
-            process_group: the ranks that each hold some of the groups, as in :func:`d3s_kernels.select_rollouts`.
-                Without it, every process that has all advantages makes the same choice.
+            process_group: the ranks, if each rank holds only some of the groups, as in
+                :func:`d3s_kernels.select_rollouts`. Without a process group, every process that has all advantages
+                makes the same choice.
 
         Returns:
             bool, the shape of ``advantages``.
 
         Raises:
-            ValueError: fewer rollouts with a finite advantage than the multiple; a wrong shape.
+            ValueError: fewer rollouts with a finite advantage than ``multiple_of``; a wrong shape.
 
         Example:
             >>> import torch, d3s_kernels as d3s
@@ -202,20 +208,22 @@ class Selection:
         scale: Scale = "group",
         without_spread: Tensor | None = None,
     ) -> Tensor:
-        """The advantages to train with: unchanged, or, with ``advantages_from`` "kept", normalised again over the kept
-        rollouts of each group (PODS).
+        """Returns the advantages to train with: unchanged; or, if ``advantages_from`` is "kept", normalised again over
+        the kept rollouts of each group (PODS).
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``.
             kept: bool, the same shape.
             groups: as in :meth:`rollouts`.
-            scale: the trainer's scale. "group" divides by the standard deviation of the kept rollouts. The others do
-                not divide here: the trainer has already divided, or never does.
-            without_spread: bool ``[groups]``: groups with equal rewards. Their advantages are only rounding errors,
-                which a division would enlarge. By default these groups are found from the advantages.
+            scale: the trainer's ``scale``. "group" divides by the standard deviation of the group's kept rollouts.
+                "batch" and "none" do not divide here: with "batch" the trainer has already divided, and with "none" it
+                never divides.
+            without_spread: bool ``[groups]``: whether all rewards of a group are equal. The advantages of such a group
+                are only rounding errors, which a division would enlarge. By default these groups are determined from
+                the advantages.
 
         Returns:
-            The advantages as given; or, with "kept", float32 with 0 for dropped rollouts.
+            The argument ``advantages``; or, with "kept", float32 of the same shape, with 0 for dropped rollouts.
         """
         if groups is not None:
             table, places = in_groups(advantages, groups)
@@ -227,7 +235,7 @@ class Selection:
             return advantages
         if without_spread is None:
             without_spread = groups_without_spread(advantages)
-        survivors = advantages.masked_fill(without_spread[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is ignored
+        survivors = advantages.masked_fill(without_spread[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is left out
         return group_advantages(survivors, scale="group" if scale == "group" else "none")
 
     def trusted(
@@ -240,12 +248,12 @@ class Selection:
         offsets: Tensor | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> TrustedTokens:
-        """The tokens that ``off_policy_rule`` keeps: :func:`d3s_kernels.trusted_tokens` with the options' rule and
-        bounds. Without a rule: all tokens of the mask, with weight 1 and the count of this rank; log-probabilities are
-        then needed only if there is no mask.
+        """Returns the tokens that ``off_policy_rule`` keeps, by :func:`d3s_kernels.trusted_tokens` with the options'
+        rule and bounds. If the rule is "none", all tokens of the mask are kept, with weight 1; the count is then the
+        number of tokens on this rank, and log-probabilities are needed only without a mask.
 
-        The result is known before the update. Pass its ``mask`` to the LM head, so that other tokens cost nothing, and
-        the whole result to :meth:`tokens`. Multiply each token's loss by its ``weight``.
+        Call this before the update. Pass the ``mask`` of the result to the LM head, so that all other tokens cost
+        nothing. Pass the whole result to :meth:`tokens`. Multiply each token's loss by the token's ``weight``.
         """
         rule, low, high = self.options.off_policy_rule, self.options.off_policy_low, self.options.off_policy_high
         if rule == "none" and mask is not None:
@@ -273,9 +281,10 @@ class Selection:
         process_group: ProcessGroup | DeviceMesh | None = None,
         placement: Placement = "whole",
     ) -> TokenSelection:
-        """The tokens that get a gradient: :func:`d3s_kernels.select_tokens` with the options' rule and scope, and the
-        budget's share. All arguments are as there; ``entropy`` may require a gradient. With an ``off_policy_rule``,
-        ``mask`` must be what :meth:`trusted` returned, so that no token bypasses the rule.
+        """Chooses the tokens that get a gradient, by :func:`d3s_kernels.select_tokens` with the options' rule and
+        scope, and with the budget's share of the tokens. All arguments are as in :func:`d3s_kernels.select_tokens`;
+        ``entropy`` may require a gradient. With an ``off_policy_rule``, ``mask`` must be the result of :meth:`trusted`,
+        so that no token bypasses the rule.
         """
         options = self.options
         if isinstance(mask, TrustedTokens):
@@ -300,11 +309,11 @@ class Selection:
     def denominator(
         self, tokens: TokenSelection, mask: Tensor, *, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> Tensor:
-        """What to divide a sum over the kept tokens by (``loss_denominator``): the number of kept tokens, or of all
-        tokens of the mask; int64, 0-d, at least 1.
+        """The denominator for a sum over the kept tokens: the number of kept tokens, or the number of all tokens of the
+        mask, as the option ``loss_denominator`` says. int64, 0-d, at least 1.
 
-        With ``process_group`` the number is summed over its ranks; each sends one number. A trainer that averages
-        gradients over the ranks then multiplies its loss by the number of ranks.
+        With ``process_group``, the number is summed over the ranks; each rank sends one number. A trainer that averages
+        gradients over the ranks must then multiply the loss by the number of ranks.
         """
         number = (tokens.mask if self.options.loss_denominator == "kept" else mask).sum()
         if process_group is not None:
@@ -312,7 +321,7 @@ class Selection:
         return number.clamp(min=1)
 
 
-@lru_cache(maxsize=64)  # each micro-batch asks for its budget
+@lru_cache(maxsize=64)  # called in each micro-batch
 def _schedule(
     start: tuple[float, float], end: tuple[float, float], shape: Shape, group_size: int
 ) -> DownSamplingSchedule:
@@ -331,34 +340,37 @@ def choose_rollouts(
     ranks: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks ``keep`` rollouts for each group, and more until the total is a multiple of ``multiple_of``.
+    """Marks ``keep`` rollouts for each group, and further rollouts until the total is a multiple of ``multiple_of``.
 
-    With scope "batch" the total is chosen from the pool of all groups. With scope "group" every group keeps one more
-    for as long as the total allows it. Each remaining rollout goes to the group whose choice of one more has the
-    largest variance, which is what D3S and PODS maximise; with the rule "random" these groups are drawn. Variances that
-    differ only by rounding tie, and ties go to the earlier group.
+    With scope "batch", the total is chosen from the pool of all groups. With scope "group", all groups keep the same
+    number of rollouts (or all of theirs, if they have fewer): the largest number that the total allows. Some groups
+    keep one rollout more, until the total is reached. These are the groups whose kept rollouts, with the additional
+    rollout, have the largest variance, because D3S and PODS maximise the variance; with the rule "random" these groups
+    are drawn. Variances that differ only by rounding tie, and ties go to the earlier group.
 
     Args:
-        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite ones are never
-            kept. On a GPU, the number kept is right only if all of ``[groups, n]`` are finite, since the host does not
-            count them; with ``groups`` it does.
-        keep: at least 1. Groups with fewer keep all that they have.
+        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite advantages are
+            never kept. On a GPU without ``groups``, the host does not count the finite advantages, so the number of
+            kept rollouts is right only if all advantages are finite. With ``groups``, the host counts them.
+        keep: at least 1. Groups with fewer rollouts keep all of them.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
-        groups: the group of each of N rollouts: labels that are equal within a group, or an integer tensor. Rollouts
-            may be in any order, groups of any size.
+        groups: the group of each of N rollouts, as labels or as an integer tensor. Rollouts with equal labels are a
+            group. Rollouts may be in any order, and groups may have any size.
         multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of this, or down if too few
-            have a finite advantage.
-        ranks: if given, the number of ranks. Each has an equal part of the rollouts and keeps the same number, so that
-            no rollout has to move. With scope "group", if no group lies on two ranks, each rank chooses from its own
-            groups. Otherwise the rule "max_variance" nearly maximises the variance over all ranks under this
-            restriction; with other rules each rank chooses from its own rollouts.
+            rollouts have a finite advantage.
+        ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
+            them, so that no rollout has to move to another rank. With scope "group", if no group lies on two ranks,
+            each rank chooses from its own groups. In all other cases, the rule "max_variance" nearly maximises the
+            variance over all ranks under this restriction; with any other rule, each rank chooses from its own
+            rollouts.
         generator: for the rule "random".
 
     Returns:
         bool, the shape of ``advantages``.
 
     Raises:
-        ValueError: fewer rollouts than the multiple; a wrong shape; as :func:`d3s_kernels.select_rollouts`.
+        ValueError: fewer rollouts with a finite advantage than ``multiple_of``; a wrong shape; as
+            :func:`d3s_kernels.select_rollouts`.
 
     Example:
         >>> import torch
@@ -385,7 +397,7 @@ def choose_rollouts(
     if groups is not None or is_known(advantages):
         sizes = table.isfinite().sum(dim=1).tolist()
     else:
-        sizes = [table.shape[1]] * len(table)  # counting on a GPU is a host sync
+        sizes = [table.shape[1]] * len(table)  # counting on a GPU would cause a host sync
 
     def number_kept(sizes: list[int], multiple: int) -> int:
         asked = sum(min(keep, size) for size in sizes)
@@ -394,13 +406,13 @@ def choose_rollouts(
         return rounded(asked, sum(sizes), multiple)
 
     def mark(values: Tensor, number: int) -> Tensor:
-        """Marks this many values of each row."""
+        """Marks ``number`` values of each row."""
         if number == 0:
             return torch.zeros_like(values, dtype=torch.bool)
         return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
 
     def mark_in_each_group(values: Tensor, sizes: list[int], total: int) -> Tensor:
-        """Marks the same number in each group, as far as groups are large enough, and one more in some groups."""
+        """Marks the same number of values in each group, if the group is large enough, and one more in some groups."""
         each = min(total // max(1, len(sizes)), min(sizes, default=0))
         while each < max(sizes, default=0) and sum(min(each + 1, size) for size in sizes) <= total:
             each += 1
@@ -435,13 +447,13 @@ def _without_tokens_last(advantages: Tensor, has_tokens: Tensor, rule: RolloutRu
     """Replaces advantages of rollouts without a token by 0, or with rule "highest" by a value below all others."""
     finite, others = advantages.isfinite(), advantages.new_zeros(())
     if rule == "highest" and advantages.numel():
-        lowest = torch.where(finite, advantages, 0.0).amin()  # or 0 if that is lower
+        lowest = torch.where(finite, advantages, 0.0).amin()  # non-finite advantages count as 0 here
         others = lowest - lowest.abs().clamp(min=1)
     return torch.where(has_tokens | ~finite, advantages, others)
 
 
 def rounded(asked: int, usable: int, multiple: int) -> int:
-    """``asked`` rounded up to a multiple, or down if fewer than that are ``usable``."""
+    """Rounds ``asked`` up to a multiple of ``multiple``, but to no more than the largest multiple within ``usable``."""
     total = min(-(-asked // multiple), usable // multiple) * multiple
     if total == 0 < asked:
         raise ValueError(
@@ -451,26 +463,28 @@ def rounded(asked: int, usable: int, multiple: int) -> int:
 
 
 def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
-    """Labels as plain values: tensors of equal value would be different keys."""
+    """Returns labels as plain values: as dict keys, tensors with equal values would be different."""
     if isinstance(groups, Tensor):
         return list(groups.tolist())
     return [label.item() if isinstance(label, Tensor) else label for label in groups]
 
 
 def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
-    """Arranges rollouts' values, in any order and in groups of any size, into a table.
+    """Arranges one value for each rollout into a table of groups. Rollouts may be in any order, and groups may have any
+    size.
 
     Args:
         values: float ``[N]``.
-        groups: the group of each: labels that are equal within a group, or an integer tensor.
+        groups: the group of each value, as labels or as an integer tensor. Values with equal labels are a group.
 
     Returns:
-        ``[groups, n]``: a row for each group, in order of first appearance, padded with NaN, which
-        :func:`d3s_kernels.group_advantages` leaves out of means and gives advantage 0. And int64 ``[N]``: the index of
-        each value in the flattened table, so that ``table.flatten()[places]`` gives the values back.
+        ``(table, places)``. The table is ``[groups, n]``: a row for each group, in order of first appearance, padded
+        with NaN. (:func:`d3s_kernels.group_advantages` leaves NaN out of means and returns advantage 0 for it.)
+        ``places`` is int64 ``[N]``: the index of each value in the flattened table, so that ``table.flatten()[places]``
+        gives the values back.
 
     Raises:
-        ValueError: not one label for each value; values that are not float.
+        ValueError: more or fewer labels than values; values of a dtype that is not float.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -503,7 +517,9 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
 
 
 def _variances(values: Tensor, chosen: Tensor) -> Tensor:
-    """The variance of each row's chosen values, rounded to 16 bits, so that rows that differ only by rounding tie."""
+    """Returns the variance of each row's chosen values, rounded to 16 bits. So variances that differ only by rounding
+    tie.
+    """
     count = chosen.sum(dim=1, keepdim=True)
     numbers = torch.where(chosen, values, 0.0).double()
     apart = torch.where(chosen, numbers - numbers.sum(dim=1, keepdim=True) / count, 0.0)

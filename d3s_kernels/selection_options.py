@@ -1,4 +1,6 @@
-"""The options of a selection: one set of names and defaults for every trainer, and how they are checked and read."""
+"""The options of a selection, with the same names and defaults for every trainer, and the code that checks and reads
+them.
+"""
 # ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations
@@ -60,15 +62,15 @@ FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 
 class Help(str):
-    """An option's help text, which also holds the values that the option accepts. They cannot be a metadata entry of
-    their own: transformers passes all metadata to ``argparse``, which refuses names that it does not know.
+    """An option's help text; its attribute ``takes`` describes the values that the option accepts. These values cannot
+    be a separate metadata entry, since transformers passes all metadata to ``argparse``, which refuses unknown names.
     """
 
     takes: Takes
 
 
 def option(default: Any, help: str, takes: Takes) -> Any:
-    """A field of a dataclass of options, with its help and the values that it accepts."""
+    """Returns a dataclass field for an option, with the option's help text and accepted values."""
     text = Help(help)
     text.takes = takes
     if isinstance(default, list):
@@ -77,8 +79,8 @@ def option(default: Any, help: str, takes: Takes) -> Any:
 
 
 def _accepted(kind: Any) -> Iterator[tuple[str, Takes]]:
-    """The options of a dataclass or its instance, and what each takes; other fields are skipped. The base classes are
-    searched too, since a subclass may declare an option again to change its default.
+    """Yields the name and the accepted values of each option of a dataclass or its instance; other fields are skipped.
+    The base classes are searched too, since a subclass may declare an option again only to change its default.
     """
     bases = (kind if isinstance(kind, type) else type(kind)).__mro__
     for each in dataclasses.fields(kind):
@@ -93,7 +95,9 @@ def option_names(kind: Any) -> list[str]:
 
 
 def check_options(options: Any, section: str = "") -> None:
-    """Raises a ValueError for the first option with a bad value; the message names it, with ``section`` before it."""
+    """Raises a ValueError for the first option with a bad value. The message names the option, with ``section`` before
+    its name.
+    """
     for name, takes in _accepted(options):
         if not takes.fits(value := getattr(options, name)):
             raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
@@ -112,10 +116,10 @@ def check_token_rule(options: Any, section: str = "") -> None:
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:
-    """Options of class ``kind`` with these values, and defaults for the others.
+    """Returns options of class ``kind`` with these values, and with defaults for all other options.
 
     Raises:
-        ValueError: a bad value, an unknown option; the message names it, with ``section`` before it.
+        ValueError: a bad value, or an unknown option. The message names the option, with ``section`` before its name.
     """
     known = option_names(kind)
     for name, value in values.items():
@@ -132,7 +136,8 @@ def options_from(kind: type[Options], values: Mapping[str, Any], section: str = 
 def values_of_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Splits a command line into the values of its ``--d3s.`` options and the remaining words.
 
-    A value is the word after its option, or follows ``=``. It is read as JSON (a number, true, false), else as text.
+    The value of an option is the next word, or the text after ``=``. If the value is JSON (such as a number, true or
+    false), it is parsed; else it stays text.
 
     Raises:
         ValueError: an option without a value.
@@ -156,9 +161,10 @@ def values_of_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass
 class SelectionOptions:
-    """Which rollouts and tokens are kept. A trainer's options inherit these: the same names and defaults everywhere.
+    """The options that determine which rollouts and tokens are kept. A trainer's options inherit from this class, so
+    that names and defaults are the same everywhere.
 
-    ``docs/selection.md`` has them in a table; each field's ``metadata["help"]`` says what it means.
+    ``docs/selection.md`` lists the options in a table; each field's ``metadata["help"]`` explains the option.
     """
 
     rollouts_start: float = option(
@@ -227,14 +233,15 @@ class SelectionOptions:
 
 
 def rollouts_of(given: float, group_size: int) -> int:
-    """The number of rollouts of a group that an option asks for: up to 1 it is a share of the group, rounded half up;
-    above 1 it is the number. Clamped to [2, group_size], since a single rollout has no advantage.
+    """Converts an option's value to a number of rollouts of a group. A value up to 1 is a share of the group, rounded
+    half up; a value above 1 is the number itself. The number is clamped to [2, group_size], since a single rollout has
+    no advantage.
 
     Example:
         >>> from d3s_kernels.selection_options import rollouts_of
         >>> rollouts_of(0.25, 8), rollouts_of(0.25, 10), rollouts_of(12, 8), rollouts_of(1, 8)
         (2, 3, 8, 8)
     """
-    # As the decimal that was written: in binary, 0.29 * 50 is below 14.5.
+    # Computed with the decimal that the user wrote: in binary, 0.29 * 50 is below 14.5.
     asked = given if given > 1 else (Decimal(repr(given)) * group_size).to_integral_value(ROUND_HALF_UP)
     return min(max(int(asked), 2), max(group_size, 2))

@@ -1,4 +1,4 @@
-"""Which tokens carry the gradient: exact top-K% masks, by |A| * H (D3S, arXiv 2509.22115) or another rule."""
+"""Chooses the tokens that get a gradient: exact top-K% masks, by |A| * H (D3S, arXiv 2509.22115) or another rule."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ Placement = Literal["whole", "global", "pieces"]
 
 
 class TokenSelection(NamedTuple):
-    """The kept tokens, and what a trainer needs to know about them. All tensors stay on the device."""
+    """The kept tokens, with the entropies, counts and thresholds for a trainer. All tensors stay on the device."""
 
     mask: Tensor
     """bool, the shape of the entropy."""
     entropy: Tensor
     """float32, nats."""
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    """int32: how many tokens of each segment are kept; 0-d for ``scope="batch"``. It is the loss's denominator."""
+    """int32: the number of kept tokens in each segment; 0-d for ``scope="batch"``. It is the denominator of the loss.
+    """
     threshold: Tensor
     """float32: the lowest kept score of each segment; ``+inf`` if no token is kept."""
 
@@ -54,36 +55,37 @@ def topk_mask(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> Tensor:
-    """Marks the k largest scores of each segment: exactly k, ties to the lower index.
+    """Marks the k largest scores of each segment: exactly k; ties go to the lower index.
 
-    ``k = min(n, max(1, ceil(ratio * n)))``, where n counts the scores of the segment that are neither masked nor NaN.
-    The product is corrected for rounding, so that 0.07 of 100 is 7. NaN is never marked and does not change k.
+    ``k = min(n, max(1, ceil(ratio * n)))``, where n is the number of scores in the segment that are neither masked nor
+    NaN. The product ``ratio * n`` is corrected for rounding, so that 0.07 of 100 is 7. NaN is never marked and does not
+    change k.
 
     Args:
-        scores: ``[..., n]``, a segment for each row; or ``[n]`` with ``offsets``. float32, bfloat16 or float16.
+        scores: ``[..., n]``, each row is a segment; or ``[n]`` with ``offsets``. float32, bfloat16 or float16.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device. (The product is
-            corrected by 4 rounding steps of the ratio's own type.)
-        k: how many to mark in each segment, instead of ``ratio``; all if a segment has fewer. A number, or a 0-d
-            int64 or int32 tensor, which is read on the device.
-        mask: bool or integer (True where it is not 0), the shape of ``scores``; False is left out, and not counted in
-            n.
-        drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
+            corrected by 4 rounding steps of the ratio's dtype.)
+        k: the number of scores to mark in each segment, instead of ``ratio``: a number, or a 0-d int64 or int32 tensor,
+            which is read on the device. If a segment has fewer scores, all are marked.
+        mask: bool or integer (True where it is not 0), the shape of ``scores``. Scores where it is False are left out
+            and are not counted in n.
+        drop_zeros: leave out scores of 0 too; then fewer than k scores may be marked.
 
     Ragged batches:
         offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
-        max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
+        max_segment: the caller's upper bound on the length of a segment; an optional hint for GPUs.
 
     Across ranks:
         process_group: the ranks that hold scores: a process group, or a mesh of one dimension. The scores of all ranks,
-            concatenated along the first dimension in rank order, count as one tensor, and each rank gets its piece of
-            that tensor's mask. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank may
-            have no scores.
-        placement: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each lies on one
-            rank, and nothing is communicated to select within each. "global": ``offsets`` are those of the
-            concatenation of all ranks' 1-D tensors, the same on every rank, and a segment may be cut anywhere between
-            ranks (Ulysses). "pieces": every rank has a piece, maybe an empty one, of every segment: rows of the same
-            leading shape, or offsets of its own with as many segments (ring attention; among equal scores the lower
-            rank wins).
+            concatenated along the first dimension in rank order, are treated as one tensor. Each rank gets its piece of
+            the mask of this tensor. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank
+            may have no scores.
+        placement: only with a process group: how the segments (the rows, or the segments of ``offsets``) are placed on
+            the ranks. "whole": each segment lies on one rank; a selection within segments sends nothing. "global":
+            ``offsets`` are for the concatenation of all ranks' 1-D tensors and are the same on every rank; a segment
+            may be cut anywhere between ranks (Ulysses). "pieces": every rank has a piece of every segment (ring
+            attention); a piece may be empty. With "pieces", rows must have the same leading shape on all ranks, or each
+            rank's own ``offsets`` must have the same number of segments; among equal scores, the lower rank wins.
 
     Returns:
         bool, the shape of ``scores``.
@@ -91,7 +93,8 @@ def topk_mask(
     Raises:
         ValueError, TypeError: neither or both of ratio and k, ratio outside (0, 1], k below 1, a wrong shape, dtype,
             device or offsets. With a process group, the rank with the wrong argument raises before it sends anything.
-            Under ``D3S_KERNELS_CHECK=1`` all ranks raise, also if arguments differ that must be the same on all ranks.
+            Under ``D3S_KERNELS_CHECK=1``, all ranks raise. They also raise if an argument that must be the same on all
+            ranks differs.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -99,7 +102,7 @@ def topk_mask(
         tensor([ True, False,  True, False, False])
     """
     if process_group is not None:
-        from ._across_ranks import tokens as across_ranks  # here, since some builds of torch have no groups
+        from ._across_ranks import tokens as across_ranks  # here, since some builds of torch have no process groups
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
         return across_ranks.topk_mask(scores, ratio, k, mask, drop_zeros, layout)
@@ -121,10 +124,11 @@ def select_tokens(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """Keeps the share ``ratio`` of the tokens with the largest score; by default ``|advantage| * entropy`` (D3S).
+    """Keeps the share ``ratio`` of the tokens, those with the largest scores; the default score is
+    ``|advantage| * entropy`` (D3S).
 
     =================== ================================= =========================================================
-    ``rule``            score                             is
+    ``rule``            score                             source
     =================== ================================= =========================================================
     "advantage_entropy" ``|A| * H``                       D3S, token level
     "entropy"           ``H``                             80/20 (high-entropy tokens); advantages are not read
@@ -133,45 +137,48 @@ def select_tokens(
     "entropy_quantile"  ``H``, all at or above a quantile TRL's ``top_entropy_quantile``; advantages are not read
     =================== ================================= =========================================================
 
-    The score is computed in float32 where it is needed and never stored. ``scope="batch"`` pools all tokens, as D3S's
-    formula does. Within one sequence with an outcome reward ``|A|`` is constant, and only entropy would decide. Counts,
-    ties and NaN are as in :func:`topk_mask`. With "advantage" nearly all scores tie, and ties go to the lower index:
-    the first tokens of a sequence, and the first of the sequences that tie. The result has no gradient.
+    Scores are computed in float32 during the selection and never stored. ``scope="batch"`` pools all tokens, as D3S's
+    formula does. With an outcome reward, ``|A|`` is constant within a sequence, so that with scope "sequence" only the
+    entropy would decide. Counts, ties and NaN are as in :func:`topk_mask`. With the rule "advantage", nearly all scores
+    tie. Ties go to the lower index, so that the first tokens of a sequence are kept, and the first of the sequences
+    that tie. The result has no gradient.
 
-    "entropy_quantile" reproduces what TRL does on one process, to the bit: it keeps every token whose entropy is at
-    least ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy": the quantile keeps more than the
-    share where entropies tie, keeps nothing where one is NaN, fails beyond 2^24 tokens, and waits for the device. It
-    pools the batch, so that ``offsets`` have no effect, and it refuses ``drop_zeros``.
+    "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
+    ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than
+    the share if entropies tie, keeps nothing if an entropy is NaN, fails for more than 2^24 tokens, and causes a host
+    sync. It pools the batch, so that ``offsets`` have no effect, and it refuses ``drop_zeros``.
 
     Args:
-        entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
             tensor. A shape that fits both means one for each token. May be None if the rule does not read them.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
-        mask: bool or integer (True where it is not 0), the shape of ``entropy``: the completion's tokens.
+        mask: bool or integer (True where it is not 0), the shape of ``entropy``: True at the tokens of the completion.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
-        drop_zeros: leave scores of 0 out as well (where all rewards of a group are equal, all its scores are 0).
-        generator: for "random": a generator on the device of ``entropy``, or None for torch's default one.
+        drop_zeros: leave out scores of 0 too (if all rewards of a group are equal, all scores of the group are 0).
+        generator: for "random": a generator on the device of ``entropy``, or None for torch's default generator.
             ``torch.compile(fullgraph=True)`` requires None. Ranks may use the same seed.
 
     Ragged batches:
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
-        max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
+        max_segment: the caller's upper bound on the length of a sequence; an optional hint for GPUs.
 
     Across ranks:
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools the tokens of all ranks and
             keeps one exact share of them; count and threshold are over all ranks.
-        placement: as in :func:`topk_mask`. If sequences are "whole", scope "sequence" needs no communication, and
-            ``offsets`` and advantages are the rank's own; on a rank with as many tokens as sequences, advantages count
-            as one for each token. If sequences are cut, per-sequence advantages must be the same on every rank; if
-            every rank has as many tokens as there are sequences, advantages count as one for each token.
+        placement: as in :func:`topk_mask`. With "whole", scope "sequence" needs no communication, and ``offsets`` and
+            ``advantages`` cover only the rank's own sequences. If a rank has as many tokens as sequences, its
+            advantages are taken as one for each token. With "global" and "pieces", per-sequence advantages must be the
+            same on every rank. If every rank has as many tokens as there are sequences, advantages are taken as one for
+            each token.
 
     Returns:
-        :class:`TokenSelection`; its entropy is the argument. With "entropy_quantile" the threshold is the quantile.
+        :class:`TokenSelection`. Its ``entropy`` is the argument ``entropy``. With "entropy_quantile", its ``threshold``
+        is the quantile.
 
     Raises:
-        ValueError, TypeError: as :func:`topk_mask`; an unknown rule; a generator with a rule that draws nothing.
+        ValueError, TypeError: as :func:`topk_mask`; an unknown rule; a generator with a rule other than "random".
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -225,22 +232,22 @@ def select_tokens_from_logits(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """:func:`select_tokens` with the entropy of ``logits``, which the same op computes.
+    """As :func:`select_tokens`, but the same op also computes the entropy, from ``logits``.
 
-    With a ``sampling_mask``, it is the entropy over the candidates that were kept when a token was sampled. A token
-    with a single kept candidate has score 0. It still counts as a token; ``drop_zeros`` leaves it out.
+    With a ``sampling_mask``, the entropy is over only the candidates that were kept when the token was sampled. A token
+    with a single kept candidate has score 0. Such a token still counts as a token; ``drop_zeros`` leaves it out.
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: ``[...]``, one for each sequence; or as in :func:`select_tokens`.
         ratio: the share of the tokens to keep, in (0, 1].
-        mask: bool or integer (True where it is not 0), the shape of the rows; rows where it is False are not read and
-            have entropy 0.
+        mask: bool or integer (True where it is not 0), the shape of ``logits`` without its last dimension. Rows where
+            it is False are not read and have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
         scope, drop_zeros: as in :func:`select_tokens`.
 
     Sampling masks:
-        sampling_mask, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`; of this rank's rows.
+        sampling_mask, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, but only for this rank's rows.
 
     Ragged batches:
         offsets, max_segment: as in :func:`select_tokens`.
@@ -286,15 +293,15 @@ def select_tokens_from_logits(
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The indices at which a flattened mask is True, in a tensor whose size does not depend on the mask.
+    """Returns the indices at which a flattened mask is True, in a tensor whose size does not depend on the mask.
 
     Args:
         mask: bool or integer (True where it is not 0), any shape.
         capacity: the length of ``indices``.
 
     Returns:
-        ``(indices, count)``: int64 ``[capacity]``, ascending, with -1 after the last index; int64 ``[1]``, how many
-        values are True. If these are more than ``capacity``, ``indices`` has the first ``capacity`` of them.
+        ``(indices, count)``: int64 ``[capacity]``, ascending, with -1 after the last index; int64 ``[1]``, the number
+        of True values. If this number exceeds ``capacity``, ``indices`` has only the first ``capacity`` indices.
 
     Raises:
         ValueError, TypeError: a mask of another dtype, a capacity below 0.

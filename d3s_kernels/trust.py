@@ -1,5 +1,6 @@
-"""Trusted tokens: their probability in the trained policy is close to the one they were sampled with, by one of several
-published rules. The mask is known before the update, so that the LM head skips all other tokens.
+"""Trusted tokens: tokens whose probability in the trained policy is close to the probability they were sampled with.
+One of several published rules decides this. The mask can be computed before the update, so that the LM head skips all
+other tokens.
 """
 
 from __future__ import annotations
@@ -40,24 +41,26 @@ class TrustedTokens(NamedTuple):
     """The trusted tokens. All tensors stay on the device."""
 
     mask: Tensor
-    """bool, the shape of the log-probabilities: what the LM head and the choice of tokens take as their mask."""
+    """bool, the shape of the log-probabilities. Pass it as ``mask`` to the LM head and to the choice of tokens."""
     weight: Tensor
-    """float32, the same shape: what a token's loss is multiplied by; 0 where the token is not trusted."""
+    """float32, the same shape: the factor for each token's loss; 0 if the token is not trusted."""
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     """int64, 0-d: the number of trusted tokens."""
 
 
 class Row(NamedTuple):
-    """A rule: the measure of a token, computed from the logarithms of p and q in float64, and the bounds on it."""
+    """A rule: the measure of a token, computed from the logarithms of p and q in float64, and the bounds on the
+    measure.
+    """
 
     measure: Callable[[Tensor, Tensor], Tensor]
-    # What is bounded: a token's measure, its sum or mean over a sequence, or its mean over the tokens with the smallest
-    # measures of all sequences.
+    # The bounded quantity: the measure of a token, the sum or mean of the measure over a sequence, or its mean over the
+    # tokens with the smallest measures in all sequences.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
     low: float | None = None  # only for a ratio
     high: float | None = None  # None if the caller must set it
-    is_ratio: bool = False  # the measure is a ratio's logarithm; the ratio is bounded, and is the token's weight
-    truncates: bool = False  # ratios are clamped to the bounds, and their tokens are kept
+    is_ratio: bool = False  # the measure is the logarithm of a ratio; the ratio is bounded, and is the token's weight
+    truncates: bool = False  # ratios are clamped to the bounds, and all tokens are kept
     drops_negative: bool = False  # only sequences with an advantage below 0 are dropped
 
 
@@ -66,8 +69,9 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _two_point_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The larger of KL(p, q) and KL(q, p), with all other tokens as one outcome. As in AReaL, probabilities stay 1e-8
-    away from 0 and 1: in float32 a nearly certain token has probability 1, for which a divergence is infinite.
+    """The larger of KL(p, q) and KL(q, p), with all other tokens as one outcome. As in AReaL, probabilities are kept at
+    least 1e-8 away from 0 and 1: in float32 a nearly certain token has probability 1, and a divergence would be
+    infinite.
     """
     p, q = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (log_p, log_q))
     apart, others_apart = (p / q).log(), ((1 - p) / (1 - q)).log()
@@ -101,52 +105,53 @@ def trusted_tokens(
     offsets: Tensor | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> TrustedTokens:
-    """Keeps the tokens, or the sequences, whose probability is close to the one they were sampled with.
+    """Keeps the tokens, or the sequences, whose probability is close to the probability they were sampled with.
 
     Here p is a token's probability in the trained policy, q in the policy that sampled it (an inference engine, or an
     earlier policy), and ``r = p / q``. Means and products are over the tokens of a sequence:
 
     ==================== ================================================= ============ =============================
-    ``rule``             keeps                                             low, high    is
+    ``rule``             keeps                                             low, high    source
     ==================== ================================================= ============ =============================
     "token_mask"         a token iff ``low <= r <= high``                  0.5, 5       IcePop, arXiv 2510.18855
     "sequence_mask"      a sequence iff ``low <= product of r <= high``    0, 3         TRL's default
     "geometric_mask"     the same for the geometric mean of r              0.999, 1.001 verl's "seq_mean_k1"
-    "token_truncate",    all tokens; the ratio is set to the nearer bound  0, 2         truncated importance sampling
-    "sequence_truncate", where it is outside                               0, 3
+    "token_truncate",    all tokens; a ratio outside the bounds is set to  0, 2         truncated importance sampling
+    "sequence_truncate", the nearer bound                                  0, 3
     "geometric_truncate"                                                   0, 2
     "kpop"               a token iff ``max(KL(p, q), KL(q, p)) <= high``,  2            KPop, in AReaL
                          for the two outcomes "this token" and "another"
     "opsm"               a sequence iff its advantage is at least 0 or     no default   DeepSeek-V3.2, arXiv
                          ``mean(log q - log p) <= high``                                2512.02556, eq. 9
     "sequence_error"     a sequence iff ``mean(exp |log r|) <= high``      2            NeMo-RL's sequence mask
-    "m2po"               tokens from the smallest ``(log r)^2`` up, while  0.04         M2PO, as in AReaL
-                         its mean over them is below ``high``
+    "m2po"               the tokens with the smallest ``(log r)^2``, as    0.04         M2PO, as in AReaL
+                         many as have a mean below ``high``
     ==================== ================================================= ============ =============================
 
-    A token with a NaN, or with a probability of 0 in both policies, is not kept and counts in no mean. Everything is
-    computed in float64; a sequence is summed in an order that does not depend on other sequences. For "m2po", ties go
-    to the lower index. The result has no gradient.
+    A token with a NaN, or with a probability of 0 in both policies, is not kept and is left out of all means.
+    Everything is computed in float64. The order in which a sequence is summed does not depend on other sequences. For
+    "m2po", ties go to the lower index. The result has no gradient.
 
     Args:
-        logprob: log p, ``[..., T]``, a sequence for each row, or ``[N]`` with ``offsets``. float32, bfloat16, float16.
+        logprob: log p, ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16, float16.
         sampling_logprob: log q, the same shape.
         rule: see the table; ``docs/methods.md`` names the sources that were read.
-        low, high: in place of the rule's bounds, which are inclusive except for "m2po". ``low`` is only for ratios; a
-            ``low`` of 0 or a ``high`` of infinity is no bound.
+        low, high: replace the default bounds of the rule. Bounds are inclusive, except for "m2po". ``low`` is only for
+            the first six rules, which bound a ratio. A ``low`` of 0 or a ``high`` of infinity means no bound.
         advantages: required by "opsm": one for each sequence or for each token.
         mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False, nothing is read.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
-        process_group: the ranks over which "m2po" pools tokens and ``count`` is summed; every sequence is whole on one
-            rank. All ranks must call. "m2po" then makes a host sync.
+        process_group: the ranks over which "m2po" pools tokens, and over which ``count`` is summed. Every sequence must
+            be whole on one rank. All ranks must call this function. "m2po" then causes a host sync.
 
     Returns:
-        :class:`TrustedTokens`. The weight of a kept token is the ratio for the first six rules (of the token, of its
-        sequence, or the geometric mean), and 1 for the others. A token whose weight is 0 is not kept.
+        :class:`TrustedTokens`. With the first six rules, the weight of a kept token is the ratio that the rule bounds:
+        r of the token, or the product or the geometric mean of r over the token's sequence. With all other rules, the
+        weight is 1. A token whose weight is 0 is not kept.
 
     Raises:
-        ValueError, TypeError: an unknown rule; bounds that are missing, negative, or not for this rule; a wrong shape,
-            dtype, device or offsets.
+        ValueError, TypeError: an unknown rule; bounds that are missing, negative, or not used by this rule; a wrong
+            shape, dtype, device or offsets.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -166,7 +171,7 @@ def trusted_tokens(
         raise ValueError(f"sampling_logprob: got shape {shapes[0]}; takes that of logprob, {shapes[1]}")
     log_p = as_float32("logprob", logprob).double().flatten()
     log_q = as_float32("sampling_logprob", sampling_logprob).double().flatten()
-    known = (log_p - log_q).clamp(-1, 1).float().view(logprob.shape)  # NaN stays
+    known = (log_p - log_q).clamp(-1, 1).float().view(logprob.shape)  # NaN stays NaN
     present = usable(known, checked_mask(mask, logprob), offsets).flatten()  # also checks the arguments
     measure, segments = row.measure(log_p, log_q), segments_of(logprob, offsets)
     if row.over in ("sum", "mean"):
@@ -174,7 +179,7 @@ def trusted_tokens(
         measure = (total / segments.total(present) if row.over == "mean" else total)[segments.segment_ids]
     ranks = None
     if process_group is not None:
-        from ._groups import ranks_of  # here, since some builds of torch have no groups
+        from ._groups import ranks_of  # here, since some builds of torch have no process groups
 
         ranks = ranks_of(process_group)
     if row.over == "smallest":
@@ -206,8 +211,8 @@ def weighs(rule: str) -> bool:
 def bounds_of(
     rule: str, low: float | None, high: float | None, names: tuple[str, str] = ("low", "high")
 ) -> tuple[float, float]:
-    """The lower and the upper bound: the caller's, or else the rule's default. The rule "none" takes no bounds. Error
-    messages call the two by ``names``.
+    """Returns the lower and the upper bound: the caller's bounds, or else the defaults of the rule. The rule "none"
+    takes no bounds. Error messages call the two bounds by ``names``.
     """
     row = RULES.get(rule, Row(_log_ratio, high=0.0))
     for name, value, taken in zip(names, (low, high), (row.is_ratio, rule in RULES), strict=True):
@@ -236,8 +241,8 @@ def _per_token(advantages: Tensor | None, logprob: Tensor, segments: Segments) -
 
 
 def _smallest(squares: Tensor, high: float, ranks: Ranks | None) -> Tensor:
-    """Marks the smallest squares of all ranks, as many as have a mean below ``high``. NaN is not marked. The mean never
-    becomes smaller with the next larger square.
+    """Marks the smallest squares over all ranks: as many as have a mean below ``high``. NaN is not marked. The mean of
+    the smallest squares never decreases when the next larger square is added.
     """
     if ranks is not None:
         from ._across_ranks.rollouts import gather

@@ -21,20 +21,21 @@ def entropy(
     sampling_mask: SamplingMask | None = None,
     max_dense_rows: int | None = None,
 ) -> Tensor:
-    """Entropy of ``softmax(logits / temperature)`` over the last dimension, in nats.
+    """Returns the entropy of ``softmax(logits / temperature)`` over the last dimension, in nats.
 
-    ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h``), which stays accurate for
-    peaked rows and for logits far from 0. A logit of ``-inf`` contributes 0. Differentiable in ``logits``.
+    ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h`` defines S and T). This form
+    stays accurate for peaked rows and for logits far from 0. A logit of ``-inf`` contributes 0. Differentiable in
+    ``logits``.
 
     Args:
-        logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
+        logits: ``[..., V]``, bfloat16, float16 or float32; stride 1 in the last dimension, any strides in the others.
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
-            ``[...]``; it has no gradient.
+            ``[...]``. No gradient is computed for it.
         mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and give 0.
         sampling_mask, max_dense_rows: as in :func:`logprob_entropy`.
 
     Returns:
-        float32 ``[...]``; NaN for a row with NaN or ``+inf``, or with only ``-inf``.
+        float32 ``[...]``; NaN for a row that has NaN or ``+inf``, or only ``-inf``.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, or a temperature that is not above 0.
@@ -62,27 +63,32 @@ def logprob_entropy(
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each row's label and entropy of the row, in one pass over the logits.
+    """Returns the log-probability of each row's label and the entropy of the row, in one pass over the logits.
 
     ``logprob = log_softmax(logits / temperature)[label]``; entropy as in :func:`entropy`. Both are differentiable in
-    ``logits``. A gradient that is not needed costs nothing, and rows whose incoming gradient is 0 are not read again.
+    ``logits``. A gradient that is not needed costs nothing. The backward does not read rows whose incoming gradient is
+    0.
 
-    With a ``sampling_mask``, both are for the distribution that was sampled, over only the row's kept tokens. Only
-    their logits are read and, after the temperature, renormalised; the gradient is 0 elsewhere. For a row with one kept
-    token, the results and the gradient are exactly 0. A row with an empty span is treated as without a sampling mask.
+    With a ``sampling_mask``, both results are for the distribution that was sampled from: the softmax over only the
+    row's kept tokens, after the temperature. Only the logits of kept tokens are read; all other logits have gradient 0.
+    For a row with one kept token, the results and the gradient are exactly 0. A row with an empty span is computed as
+    without a sampling mask.
 
     Args:
-        logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
+        logits: ``[..., V]``, bfloat16, float16 or float32; stride 1 in the last dimension, any strides in the others.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
-        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and give 0 and 0.
-        sampling_mask: for each row of the logits, the tokens that were kept when its token was sampled; on the device
-            of the logits.
-        label_outside: what to do with a label that is not in its row's span. "nan": the log-probability and its
-            gradient are NaN; on a CPU it is an error. "include": the label is added to the row's set.
-        max_dense_rows: the caller's bound on the rows with an empty span that ``mask`` keeps; 0 says that there are
-            none. Without a bound, plain PyTorch needs a host sync on a GPU. If there are more such rows than that, all
-            results and gradients are NaN, except those that are 0 because of ``mask`` or a label of -100.
+        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read, and both results
+            are 0.
+        sampling_mask: for each row of the logits, the tokens that were kept when the row's token was sampled. It must
+            be on the device of the logits.
+        label_outside: the treatment of a label that is not in its row's span. "nan": the log-probability and its
+            gradient are NaN; on a CPU, such a label is an error. "include": the label is added to the row's kept
+            tokens.
+        max_dense_rows: the caller's upper bound on the number of rows that have an empty span and are kept by ``mask``;
+            0 means that there are no such rows. Without a bound, plain PyTorch needs a host sync on a GPU. If there are
+            more such rows than the bound, all results and gradients are NaN, except those that are 0 because of
+            ``mask`` or a label of -100.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
@@ -127,57 +133,59 @@ def linear_logprob_entropy(
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`logprob_entropy` of ``hidden @ weight.T + bias``, without ever holding the logits.
+    """Returns :func:`logprob_entropy` of ``hidden @ weight.T + bias``, without ever holding all logits in memory.
 
-    The backward recomputes logits only for rows whose incoming gradient is not 0: with 10 % of the tokens kept it does
-    10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
+    The backward recomputes logits only for rows whose incoming gradient is not 0: if 10 % of the tokens are kept, it
+    does 10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
 
-    With a ``sampling_mask``, only the columns that were kept are computed, forward and backward: the work of a row is
-    in proportion to its span. Hidden states of rows with one kept token are not read.
+    With a ``sampling_mask``, the forward and the backward compute only the logits of kept tokens: the work for a row is
+    proportional to the length of its span. The hidden states of rows with one kept token are not read.
 
-    ``hidden``, ``weight`` and ``bias`` have one dtype; or some are float32, and the others are converted to it. This
-    is exact, but products take as long as in float32. **Each call** makes a float32 copy of what it converts and keeps
-    it until the backward, which makes a float32 gradient of the same size. Each of the two takes 4 bytes x H for each
-    row of hidden states, and 4 bytes x V x H for a weight in half precision. Gradients reach the arguments in their own
-    dtypes.
+    ``hidden``, ``weight`` and ``bias`` have the same dtype; or some are float32, and the others are converted to
+    float32. The conversion is exact, but then all products take as long as in float32. **Each call** makes a float32
+    copy of each tensor that it converts, and keeps the copy until the backward. The backward makes a float32 gradient
+    of the same size. The copy and the gradient each take 4 bytes x H for each row of converted hidden states, or 4
+    bytes x V x H for a converted weight. Each argument gets its gradient in its own dtype.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.
-        weight: ``[V, H]``, the dtype of ``hidden``, or one of the two float32.
+        weight: ``[V, H]``, the dtype of ``hidden``; or one of the two is float32.
         labels: int64 or int32 ``[...]``, one for each row (they are not shifted here); -100 means no target.
-        bias: ``[V]``, likewise.
+        bias: ``[V]``, the same dtype; or some of the three are float32.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False cost nothing and give 0 and 0.
-        logits_dtype: what the logits are rounded to: ``torch.float32``, or the one dtype of hidden states, weight and
-            bias, which is faster and moves an entropy by some hundredths of a nat in bfloat16.
+        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False cost nothing, and both results
+            are 0.
+        logits_dtype: the dtype to which logits are rounded: ``torch.float32``, or the common dtype of hidden states,
+            weight and bias. The common dtype is faster; in bfloat16 it changes an entropy by some hundredths of a nat.
 
     Sampling masks:
         sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows``, there
             is one host sync on a GPU.
 
     On GPUs:
-        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host sync; if it is
-            exceeded, all outputs are NaN.
-        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host sync; if it is
-            exceeded, all gradients are NaN.
+        max_rows: the caller's upper bound on the number of rows that ``mask`` keeps. With this bound, the forward needs
+            no host sync. If the bound is exceeded, all outputs are NaN.
+        max_grad_rows: the caller's upper bound on the number of rows with a gradient. With this bound, the backward
+            needs no host sync. If the bound is exceeded, all gradients are NaN.
 
     Memory:
-        workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU. The backward takes
-            8 to 12 bytes x H more for each row with a gradient. If these rows do not fit into one tile beside 32,768
-            tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H more for each token
-            of a tile.
-        weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in its dtype, if nothing is
-            converted. Every backward **adds** the weight's gradient to it, even if it asks only for other gradients,
-            and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
-            If the weight requires no gradient, nothing is added. Not under ``torch.compile``. With a sampling mask and
-            ``max_dense_rows=0``, only the rows of kept tokens are written.
+        workspace_bytes: the memory for a tile of logits; None means 512 MiB on a GPU and 32 MiB on a CPU. In addition,
+            the backward needs 8 to 12 bytes x H for each row with a gradient. If a tile of all these rows and 32,768
+            tokens (on a CPU 8,192) does not fit into ``workspace_bytes``, the gradient of a weight in half precision
+            needs another 4 bytes x H for each token of a tile.
+        weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in the weight's dtype, if no
+            argument is converted. Every backward **adds** the weight's gradient to this tensor and never sets the
+            tensor to 0. Even a backward that asks only for other gradients does so. Autograd then has no gradient for
+            the weight, and hooks on the weight get None. If the weight requires no gradient, nothing is added. Not
+            supported under ``torch.compile``. With a sampling mask and ``max_dense_rows=0``, only the tensor's rows of
+            kept tokens are written.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype or device, a temperature or softcap that is not above 0, a label
+        ValueError, TypeError: a wrong shape, dtype or device, a temperature or soft cap that is not above 0, a label
             that is neither -100 nor a token.
 
     Example:
