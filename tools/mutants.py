@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "cuda: keys are counted before all bins are cleared",
         "csrc/cuda/key_search.h",
-        "[i] = uint4{};\n  block.sync();",
+        "[i] = uint4{};\n  group.sync();",
         "[i] = uint4{};",
         KERNELS,
     ),

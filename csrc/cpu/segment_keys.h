@@ -110,7 +110,7 @@ struct Kept {
   uint32_t lowest = UINT32_MAX;  // the lowest key that is kept
 };
 
-inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
+inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, const Quota& quota, bool* mask) {
   const OrderKeyLoops& loops = *keys.loops;
   const int64_t pieces = pieces_of(keys.n);
   std::vector<int64_t> surplus(pieces, 0);      // for each piece: how many of its ties are not kept
@@ -134,7 +134,7 @@ inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros,
     lowest[piece] = loops.lowest_from(p, b - a, from[piece]);
     for (int64_t i = b - a, extra = surplus[piece]; extra > 0;)
       if (p[--i] == cut.key) out[i] = false, --extra;
-    if (!drop_zeros || cut.key > kZeroKey) return;
+    if (!quota.drop_zeros || cut.key > kZeroKey) return;
     for (int64_t i = 0; i < b - a; ++i)
       if (out[i] && p[i] == kZeroKey) out[i] = false, ++zeros[piece];
     if (lowest[piece] == kZeroKey) lowest[piece] = loops.lowest_from(p, b - a, kZeroKey + 1);

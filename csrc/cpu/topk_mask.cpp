@@ -102,8 +102,8 @@ struct Selected {
 
 // Writes the mask of one segment: the values [begin, end) of `scores`. `room` is memory for the keys, or null for a
 // long segment.
-Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
-                        uint32_t* room, bool* mask) {
+Selected select_segment(const Scores& scores, const Quota& quota, int64_t begin, int64_t end, uint32_t* room,
+                        bool* mask) {
   const OrderKeyLoops& loops = order_key_loops();
   SegmentKeys keys{&loops, end - begin, nullptr, &scores, begin};
   int64_t present = 0;
@@ -118,17 +118,17 @@ Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zero
     return {};
   }
   const int64_t k = quota.of(present);
-  const Kept kept = write_mask(keys, find_cut(keys, present, k), drop_zeros, mask);
+  const Kept kept = write_mask(keys, find_cut(keys, present, k), quota, mask);
   return {k - kept.zeros, k > kept.zeros ? order_key_value(kept.lowest) : INFINITY};
 }
 
 }  // namespace
 
-void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
-                int64_t, const SelectionOutputs& outputs, Device&) {
+void select_top(const Scores& scores, const Quota& quota, const Segments& segments, int64_t values, int64_t,
+                const SelectionOutputs& outputs, Device&) {
   const auto run = [&](int64_t segment, uint32_t* room) {
     const int64_t begin = segments.begin(segment), end = segments.end(segment);
-    const Selected selected = select_segment(scores, quota, drop_zeros, begin, end, room, outputs.mask + begin);
+    const Selected selected = select_segment(scores, quota, begin, end, room, outputs.mask + begin);
     if (outputs.count) outputs.count[segment] = static_cast<int32_t>(selected.count);
     if (outputs.threshold) outputs.threshold[segment] = selected.threshold;
   };

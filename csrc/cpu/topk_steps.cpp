@@ -112,7 +112,7 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
   }
 }
 
-void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, const Quota& quota,
                    const KeyMaskOutputs& outputs, Device&) {
   if (keys.segments.ragged()) std::fill_n(outputs.mask, keys.total, false);
   for_segments(keys, [&](int64_t segment) {
@@ -122,7 +122,7 @@ void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const i
     if (searches[segment].k > 0)
       kept =
           write_mask(own, {static_cast<uint32_t>(searches[segment].prefix), std::max<int64_t>(0, ties[segment]), false},
-                     drop_zeros, mask);
+                     quota, mask);
     else
       std::fill_n(mask, own.n, false);
     outputs.zeros[segment] = kept.zeros;

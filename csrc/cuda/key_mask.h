@@ -150,7 +150,7 @@ __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
 class Taker {
  public:
   // `floor` is above 0, so absent keys are not taken.
-  __device__ Taker(uint32_t floor, bool drop_zeros) : floor_(floor), drop_(drop_zeros && floor <= kZeroKey) {}
+  __device__ Taker(uint32_t floor, const Quota& quota) : floor_(floor), drop_(quota.drop_zeros && floor <= kZeroKey) {}
 
   // The bytes of the keys that are taken. The height key - floor_ is at most UINT32_MAX - floor_ if the key is taken.
   // If it is not taken, the height wraps around and is larger. So the lowest height belongs to the lowest taken key.
@@ -178,7 +178,7 @@ class Taker {
 // Each warp has a stretch, so that ties are in the order of their index. In each stretch but one, either all ties are
 // kept or none.
 template <class Row, class Group>
-__device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, const Group& block) {
+__device__ Kept write_mask(const Row& row, const Cut& cut, const Quota& quota, const Group& block) {
   const auto is_tie = [&](uint32_t key) { return key == cut.key; };
   bool all = cut.all_ties;  // of the warp's stretch
   int wanted = 0;           // else, how many ties of the stretch are kept
@@ -188,8 +188,8 @@ __device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, cons
     wanted = cut.ties - block.sum_before_warp(ties);
     all = wanted >= warp_sum(ties);
   }
-  Taker taker(all || cut.key == UINT32_MAX ? max(cut.key, 1u) : cut.key + 1, drop_zeros);
-  const bool some = !all && wanted > 0, dropped = drop_zeros && cut.key == kZeroKey;
+  Taker taker(all || cut.key == UINT32_MAX ? max(cut.key, 1u) : cut.key + 1, quota);
+  const bool some = !all && wanted > 0, dropped = quota.drop_zeros && cut.key == kZeroKey;
   int tie = 0, added = 0;
   if (some) {
     row.for_stretch(block, [&](int four, const uint4& keys) {

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                    out + begin);
   };
   // There are two calls, so that the compiler knows that the entries of the first call are in shared memory.
-  if (n <= sizes.capacity)
+  if (n <= sizes.holds)
     select(reinterpret_cast<Entry*>(shared + SplitBlock::kSharedBytes));
   else
     select(spill + begin);
@@ -57,12 +57,12 @@ constexpr int kGroupThreads = 4 * kWarp;
 // Handles those groups of a warp that are longer than the caller declared, one group after the other.
 template <class T>
 __device__ void select_longer(const T* values, const bool* mask, int64_t begin, int64_t n, int64_t k, int lanes,
-                              int64_t capacity, Entry* spill, bool* out) {
+                              int64_t holds, Entry* spill, bool* out) {
 #pragma unroll 1
   for (int lane = 0; lane < kWarp; lane += lanes) {
     const int64_t from = __shfl_sync(kAllLanes, begin, lane), length = __shfl_sync(kAllLanes, n, lane);
     const int64_t number = __shfl_sync(kAllLanes, k, lane);
-    if (length > capacity)
+    if (length > holds)
       select_segment(values + from, mask ? mask + from : nullptr, static_cast<int>(length), number, spill + from,
                      WarpGroup(nullptr), out + from);
   }
@@ -212,9 +212,9 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     const bool small_only = known && longest <= kWarpSegment;
     if (small_only || !known)
       with_lanes_for(longest, [&](auto lanes) {
-        const int64_t per_block = kGroupThreads / lanes(), capacity = lanes() * kPerLane;
+        const int64_t per_block = kGroupThreads / lanes(), holds = lanes() * kPerLane;
         run("max_variance_select (groups)", select_groups<T, lanes()>, ceil_div(segments.count, per_block),
-            kGroupThreads, 0, {0, small_only ? INT64_MAX : kWarpSegment, capacity});
+            kGroupThreads, 0, {0, small_only ? INT64_MAX : kWarpSegment, holds});
       });
     if (longest > kWarpSegment) {
       const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;

@@ -9,7 +9,7 @@ namespace d3s {
 // A launch handles the segments with a length in [shortest, longest]; another launch handles the others.
 struct SizeClass {
   int64_t shortest, longest;
-  int64_t capacity;  // the most values of a segment that fit in registers or shared memory
+  int64_t holds;  // the most values of a segment that fit in registers or shared memory
 
   D3S_HOST_DEVICE bool has(int64_t length) const { return length >= shortest && length <= longest; }
 };

@@ -30,9 +30,9 @@ struct Spill {
 
 // Writes what is kept of a row, once its k-th largest key is found.
 template <class Row, class Group>
-__device__ __forceinline__ void write_found(const Row& row, const Found<int>& found, bool drop_zeros,
+__device__ __forceinline__ void write_found(const Row& row, const Found<int>& found, const Quota& quota,
                                             const SelectionOutputs& outputs, int segment, const Group& group) {
-  const Kept own = write_mask(row, cut_at(found), drop_zeros, group);
+  const Kept own = write_mask(row, cut_at(found), quota, group);
   if (!outputs.count) return;
   const Kept kept = sum_of(own, group);
   if (group.rank == 0) write_selected(outputs, segment, found.k, kept);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_found(const Row& row, const Found<int>& fo
 // shared memory. kInFlight: the fours that a thread loads before it uses the first.
 template <bool kLookUp, bool kSpill, int kInFlight = kFoursInFlight>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
-    select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
+    select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota,
                     const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes, Spill spill,
                     const __grid_constant__ SelectionOutputs outputs, const __grid_constant__ Faults faults) {
   note_quota(quota, faults);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   const int begin = static_cast<int>(segments.begin(segment)), end = static_cast<int>(segments.end(segment));
   if (!sizes.has(end - begin)) return;
   uint32_t* keys = reinterpret_cast<uint32_t*>(&room + 1);
-  if (kSpill && end - begin > sizes.capacity) keys = spill.of(begin, segment);
+  if (kSpill && end - begin > sizes.holds) keys = spill.of(begin, segment);
   const KeyRow<true> row(keys, outputs.mask + begin, end - begin);
   const int origin = begin - row.lead();
 
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     block.sync();
     found = find_next_digit<true>(room.histogram, digit_of(number), found, block, room.search);
   }
-  write_found(row, found, drop_zeros, outputs, segment, block);
+  write_found(row, found, quota, outputs, segment, block);
 }
 
 // Segments of one length, whose scores have no advantage for each token: all are loaded at once. kWarps
@@ -95,9 +95,8 @@ struct Holders {
 
 template <int kWarps, int kHeld>
 __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 : 1280) / Holders<kWarps>::kThreads)
-    select_held(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
-                int segments, int length, const __grid_constant__ SelectionOutputs outputs,
-                const __grid_constant__ Faults faults) {
+    select_held(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, int segments, int length,
+                const __grid_constant__ SelectionOutputs outputs, const __grid_constant__ Faults faults) {
   using Of = Holders<kWarps>;
   using Room = HeldRoom<kWarps>;
   note_quota(quota, faults);
@@ -139,17 +138,17 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
     group.sync();
     found = find_digit(room, shift, first, group, [&](int, int) { return found; });
   }
-  write_found(row, found, drop_zeros, outputs, segment, group);
+  write_found(row, found, quota, outputs, segment, group);
 }
 
 // Launches select_held with the fewest threads that hold segments of `fours` fours. Returns whether there are enough.
-bool select_held_by(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t fours,
+bool select_held_by(const Scores& scores, const Quota& quota, const Segments& segments, int64_t fours,
                     const SelectionOutputs& outputs, Device& device) {
   const auto by = [&](auto warps, auto held) {
     using Of = Holders<warps.value>;
     if (fours > int64_t{warps.value} * held.value * kWarp) return false;
     launch("topk_mask (held)", select_held<warps.value, held.value>, ceil_div(segments.count, Of::kSegments),
-           Of::kThreads, Of::kSegments * sizeof(HeldRoom<warps.value>), device, scores, quota, drop_zeros,
+           Of::kThreads, Of::kSegments * sizeof(HeldRoom<warps.value>), device, scores, quota,
            static_cast<int>(segments.count), static_cast<int>(segments.length), outputs, device.faults);
     return true;
   };
@@ -180,8 +179,8 @@ bool same(const Segments& a, const Segments& b) {
 
 }  // namespace
 
-void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
-                int64_t longest, const SelectionOutputs& outputs, Device& device) {
+void select_top(const Scores& scores, const Quota& quota, const Segments& segments, int64_t values, int64_t longest,
+                const SelectionOutputs& outputs, Device& device) {
   require_places(values);
   if (segments.ragged()) {  // scores that bad offsets leave out are not selected
     clear(outputs.mask, 0, values, device);
@@ -190,7 +189,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   }
   const int64_t most_shared = device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t left = (most_shared - static_cast<int64_t>(sizeof(SearchRoom))) / 4 - Spill::kRoom;
-  const int64_t capacity = left > kWarp ? left : kWarp;
+  const int64_t fits = left > kWarp ? left : kWarp;
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
     const int threads = threads_for(most);
@@ -198,8 +197,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
     const bool words = segments.length % 4 == 0 && misalignment(outputs.mask) % 4 == 0;
     const int64_t fours = words ? segments.length / 4 : (segments.length + 6) / 4;
     const bool at_once = scores.keys || scores.kind != Scores::Advantages::kPerToken;
-    if (!segments.ragged() && !look_up && at_once &&
-        select_held_by(scores, quota, drop_zeros, segments, fours, outputs, device))
+    if (!segments.ragged() && !look_up && at_once && select_held_by(scores, quota, segments, fours, outputs, device))
       return;
     const bool many = !spill.keys && !look_up && threads <= kFewThreads && most >= kManyInFlight * 4 * threads;
     const auto kernel = many         ? select_segments<false, false, kManyInFlight>
@@ -207,13 +205,13 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
                         : look_up    ? select_segments<true, false>
                                      : select_segments<false, false>;
     launch(many ? "topk_mask (long)" : "topk_mask", kernel, segments.count, threads,
-           sizeof(SearchRoom) + (most + Spill::kRoom) * sizeof(uint32_t), device, scores, quota, drop_zeros, segments,
+           sizeof(SearchRoom) + (most + Spill::kRoom) * sizeof(uint32_t), device, scores, quota, segments,
            SizeClass{shortest, end, most}, spill, outputs, device.faults);
   };
-  if (longest > capacity) select_in_pieces({scores, quota, drop_zeros, segments, outputs}, capacity, values, device);
-  if (longest > capacity && !segments.ragged()) return;  // all segments are long
-  const int64_t in_block = longest < capacity ? longest : capacity;
-  if (lengths_are_bounded(segments, longest, values) && longest <= capacity) {
+  if (longest > fits) select_in_pieces({scores, quota, segments, outputs}, fits, values, device);
+  if (longest > fits && !segments.ragged()) return;  // all segments are long
+  const int64_t in_block = longest < fits ? longest : fits;
+  if (lengths_are_bounded(segments, longest, values) && longest <= fits) {
     const bool may_spill = longest < values && segments.ragged();
     Spill spill;
     if (may_spill) spill.keys = device.scratch_of<uint32_t>(Spill::size(values, segments.count));

@@ -26,7 +26,6 @@ constexpr int kPiece = 16384;  // 256 pieces for 4 million scores: two for each 
 struct Selection {
   Scores scores;
   Quota quota;
-  bool drop_zeros;
   Segments segments;
   SelectionOutputs outputs;
 };
@@ -138,8 +137,8 @@ struct PartOfWarp {
 };
 
 // Whether a key is kept: if it is taken, and is no zero to drop.
-__device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, bool drop_zeros, Kept& kept) {
-  if (taken && drop_zeros && key == kZeroKey) {
+__device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, const Quota& quota, Kept& kept) {
+  if (taken && quota.drop_zeros && key == kZeroKey) {
     taken = false;
     ++kept.zeros;
   }
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
     const Cut cut = cut_at(found);
     const PartOfWarp own(pieces, part, block);
     const uint32_t width = cut.all_ties ? 0 : 1u << found.shift;  // of the keys that are undecided
-    Taker taker(cut.key + width, selection.drop_zeros);
+    Taker taker(cut.key + width, selection.quota);
     ScoreKeys<true> source(selection.scores, own.origin);
     const int stop = min(part.end, own.position(own.to));
     int next = own.begin;
@@ -268,7 +267,7 @@ __device__ inline Kept finish_rest(const Pieces& pieces, const Part& part, const
       taken = taken && (!equal || tie + __popc(lanes & ((1u << lane) - 1)) < cut.ties);
       tie += __popc(lanes);
     }
-    if (keep_taken(taken, key, pieces.selection.drop_zeros, kept)) mask[pieces.rest.places[at]] = true;
+    if (keep_taken(taken, key, pieces.selection.quota, kept)) mask[pieces.rest.places[at]] = true;
   });
   return kept;
 }

@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads, 2)
     mask_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, const int64_t* ties,
-                  const uint32_t* ties_of_pieces, bool drop_zeros, const __grid_constant__ KeyMaskOutputs outputs) {
+                  const uint32_t* ties_of_pieces, const __grid_constant__ Quota quota,
+                  const __grid_constant__ KeyMaskOutputs outputs) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   Piece(keys.total).for_segments(keys.segments, [&](int64_t segment, int64_t begin, int64_t end) {
     const int count = static_cast<int>(end - begin);
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const Cut cut = {static_cast<uint32_t>(searches[segment].prefix),
                      static_cast<int>(max(int64_t{0}, min(wanted, int64_t{count}))), false};
     const KeyRow<false> row(keys.keys + begin, outputs.mask + begin, count);
-    const Kept kept = sum_of(write_mask(row, cut, drop_zeros, block), block);
+    const Kept kept = sum_of(write_mask(row, cut, quota, block), block);
     if (block.rank > 0) return;
     if (kept.zeros > 0) atomicAdd(reinterpret_cast<Count*>(outputs.zeros + segment), Count{kept.zeros});
     if (kept.lowest < UINT32_MAX) atomicMin(reinterpret_cast<Count*>(outputs.lowest + segment), Count{kept.lowest});
@@ -181,7 +182,7 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
          counts, digit, quota, device.faults);
 }
 
-void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, const Quota& quota,
                    const KeyMaskOutputs& outputs, Device& device) {
   if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // bad offsets may leave out some keys
   const int64_t pieces = ceil_div(keys.total, kPiece);
@@ -189,7 +190,7 @@ void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const i
   launch("topk_mask_from_key (ties)", count_ties_of_piece, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes,
          device, keys, searches, ties_of_pieces, outputs);
   launch("topk_mask_from_key", mask_of_piece, pieces, kThreads, BlockGroup::kSharedBytes, device, keys, searches, ties,
-         static_cast<const uint32_t*>(ties_of_pieces), drop_zeros, outputs);
+         static_cast<const uint32_t*>(ties_of_pieces), quota, outputs);
 }
 
 }  // namespace d3s

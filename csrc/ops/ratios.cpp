@@ -136,7 +136,7 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
     quota.slack = kDoubleSlack / quota.ratio;  // the quantile's rounding error, relative to the ratio
     SelectionOutputs outputs;
     outputs.mask = above + i * n;
-    select_top(scores, quota, false, segments.selected, n, segments.longest, outputs, device);
+    select_top(scores, quota, segments.selected, n, segments.longest, outputs, device);
   }
   group_by_quantiles({data<float>(source), scores.mask, above, n, static_cast<int>(count)}, mutable_data<int8_t>(out),
                      device);

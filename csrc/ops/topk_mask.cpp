@@ -57,6 +57,7 @@ Tensor topk_mask(const Tensor& scores, const RatioArgument& ratio, const KeepArg
   const PooledSegments segments(scores, where, "scores");
   Quota quota = quota_of(ratio, k, scores);
   quota.number.times = segments.together;
+  quota.drop_zeros = drop_zeros;
   const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
   const Tensor source_values = packed(scores);
   const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
@@ -65,8 +66,7 @@ Tensor topk_mask(const Tensor& scores, const RatioArgument& ratio, const KeepArg
   source.type = float_type(scores);
   source.mask = data<bool>(present);
   TorchDevice device(scores, PublicOp::kTopkMask);
-  select_top(source, quota, drop_zeros, segments.selected, scores.numel(), segments.longest, {mutable_data<bool>(out)},
-             device);
+  select_top(source, quota, segments.selected, scores.numel(), segments.longest, {mutable_data<bool>(out)}, device);
   return out;
 }
 
@@ -86,7 +86,7 @@ struct TokenSelection {
   PooledSegments sequences;
   Quota quota;
   Scores scores;
-  bool is_pooled, drop_zeros;
+  bool is_pooled;
   Tensor mask, count, threshold;
 
   TokenSelection(const Tensor& entropy, const char* name, const TokenArguments& given)
@@ -95,10 +95,10 @@ struct TokenSelection {
         sequences(entropy, given.where, name),
         quota(quota_of(given.ratio, KeepArgument(), entropy)),
         is_pooled(given.where.pooled),
-        drop_zeros(given.drop_zeros),
         mask(empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy)),
         count(empty(segment_sizes(entropy), ScalarType::Int, entropy)),
         threshold(empty(segment_sizes(entropy), ScalarType::Float, entropy)) {
+    quota.drop_zeros = given.drop_zeros;
     scores.kind = kind_of(advantages, entropy, sequences.given);
     scores.advantages = data<float>(advantages);
     scores.sequences = sequences.given;
@@ -115,7 +115,7 @@ struct TokenSelection {
   void run(const Tensor& entropy, Device& device) {
     scores.values = entropy.const_data_ptr();
     scores.type = float_type(entropy);
-    select_top(scores, quota, drop_zeros, sequences.selected, entropy.numel(), sequences.longest,
+    select_top(scores, quota, sequences.selected, entropy.numel(), sequences.longest,
                {mutable_data<bool>(mask), mutable_data<int32_t>(count), mutable_data<float>(threshold)}, device);
   }
 };

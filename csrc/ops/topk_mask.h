@@ -31,6 +31,7 @@ struct Quota {
   Keep number;
   double ratio = 0;
   double slack = kDoubleSlack;
+  bool drop_zeros = false;         // of the values to keep, those that are 0 are dropped
   const float* ratio32 = nullptr;  // if set, kernels read the ratio here, on the device
   const double* ratio64 = nullptr;
 
@@ -55,7 +56,7 @@ struct SelectionOutputs {
 
 // `values` is the number of all values. `longest` is a bound on the length of a segment, or equals `values`. It is only
 // a hint, and may be wrong.
-void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
-                int64_t longest, const SelectionOutputs& outputs, Device& device);
+void select_top(const Scores& scores, const Quota& quota, const Segments& segments, int64_t values, int64_t longest,
+                const SelectionOutputs& outputs, Device& device);
 
 }  // namespace d3s

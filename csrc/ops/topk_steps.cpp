@@ -86,8 +86,10 @@ std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const 
   const Tensor allowed = packed(ties);
   const Tensor mask = empty(leading_sizes(keys, keys.dim()), ScalarType::Bool, keys);
   const Tensor zeros = empty({segments}, ScalarType::Long, keys), lowest = empty({segments}, ScalarType::Long, keys);
+  Quota quota;
+  quota.drop_zeros = drop_zeros;
   TorchDevice device(keys);
-  mask_from_key(source, searches, data<int64_t>(allowed), drop_zeros,
+  mask_from_key(source, searches, data<int64_t>(allowed), quota,
                 {mutable_data<bool>(mask), mutable_data<int64_t>(zeros), mutable_data<int64_t>(lowest)}, device);
   return {mask, zeros, lowest};
 }

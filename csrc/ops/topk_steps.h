@@ -34,7 +34,7 @@ struct KeyMaskOutputs {
 };
 
 // In each segment, keeps all keys above the k-th largest key, and the first ties[segment] keys that equal it.
-void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, const Quota& quota,
                    const KeyMaskOutputs& outputs, Device& device);
 
 }  // namespace d3s
