@@ -170,10 +170,9 @@ def whole_number(name: str, value: object, *, at_least: int | None = None) -> in
     return int(value)
 
 
-def require_number(**arguments: float | None) -> None:
-    """Raises unless each argument is a number or None."""
+def require_number(**arguments: float) -> None:
     for name, value in arguments.items():
-        if value is not None and not is_number(value):
+        if not is_number(value):
             raise TypeError(f"{name}: got {value!r}; takes a number")
 
 

@@ -85,7 +85,10 @@ def _require_options(
     top_k: int | None, top_p: float | None, min_p: float | None, temperature: float, order: str, max_kept: int
 ) -> None:
     require_whole(top_k=top_k, max_kept=max_kept)
-    require_number(top_p=top_p, min_p=min_p, temperature=temperature)
+    require_number(temperature=temperature)
+    for name, share in (("top_p", top_p), ("min_p", min_p)):
+        if share is not None:
+            require_number(**{name: share})
     for name, whole in (("top_k", top_k), ("max_kept", max_kept)):
         if whole is not None and whole < 1:
             raise ValueError(f"{name}: got {whole}; takes at least 1")

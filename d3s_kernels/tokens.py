@@ -312,6 +312,8 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         (tensor([ 1,  2,  3, -1]), tensor([3]))
     """
     require_tensors(mask=mask)
+    if capacity is None:
+        raise TypeError("capacity: got None; takes a whole number")
     require_whole(capacity=capacity)
     indices, count = ops.compact(as_bool("mask", mask), capacity)
     return indices, count

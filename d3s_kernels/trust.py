@@ -216,7 +216,8 @@ def bounds_of(
     """
     row = RULES.get(rule, Row(_log_ratio, high=0.0))
     for name, value, taken in zip(names, (low, high), (row.is_ratio, rule in RULES), strict=True):
-        require_number(**{name: value})
+        if value is not None:
+            require_number(**{name: value})
         if value is not None and not taken:
             raise ValueError(f"{name}: got {value} with rule {rule!r}; takes None")
         if value is not None and not value >= 0:

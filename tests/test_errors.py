@@ -241,11 +241,14 @@ def other_cases() -> list[object]:
         bad("mask", compact, [True], 2),
         bad("capacity", compact, mask, -1),
         bad("capacity", compact, mask, 1.5),
+        bad("capacity", compact, mask, None),
         bad("scale", group_advantages, SCORES, scale="std"),
         bad("scale", group_advantages, SCORES, scale=True),
         bad("eps", group_advantages, SCORES, eps=-1e-4),
         bad("eps", group_advantages, SCORES, eps=NAN),
         bad("eps", group_advantages, SCORES, eps=math.inf),
+        bad("eps", group_advantages, SCORES, eps=None),
+        bad("ddof", group_advantages, SCORES, ddof=None),
         bad("ddof", group_advantages, SCORES, ddof=-1),
         bad("ddof", group_advantages, SCORES, ddof=0.5),
     ]
@@ -300,6 +303,7 @@ def ratio_cases() -> list[object]:
         bad("quantiles", entropy_groups, SCORES, quantiles=(NAN,)),
         bad("quantiles", entropy_groups, SCORES, quantiles=0.8),
         bad("quantiles", entropy_groups, SCORES, quantiles=("high",)),
+        bad("quantiles", entropy_groups, SCORES, quantiles=(None,)),
         bad("quantiles", entropy_groups, SCORES, quantiles=[i / 20 for i in range(1, 17)]),
         bad("mask", entropy_groups, SCORES, torch.ones(2, 6)),
         bad("scope", entropy_groups, SCORES, scope="group"),
@@ -314,6 +318,7 @@ def ratio_cases() -> list[object]:
         bad("alpha", *clip, vocab_size=9, alpha=0.0),
         bad("alpha", *clip, vocab_size=9, alpha=math.inf),
         bad("alpha", *clip, vocab_size=9, alpha="wide"),
+        bad("alpha", *clip, vocab_size=9, alpha=None),
     ]
 
 

@@ -110,6 +110,10 @@ def test_the_suites_for_a_gpu_are_there() -> None:
     suites = runpy.run_path(str(ROOT / "tests" / "cuda" / "suites.py"))["SUITES"]
     require_all("tests/cuda/suites.py", suites, backends.BACKENDS)
     assert all((ROOT / path).exists() for paths in suites.values() for path in paths)
+    # The own tests of an op run on every kernel of the op. (Those of the head have names of their own.)
+    own = {op: ROOT / "tests" / f"test_{op}.py" for op in set(OPS) & set(FUNCTIONS)}
+    forgotten = [op for op, path in own.items() if path.exists() and f"tests/{path.name}" not in suites["cuda"]]
+    assert not forgotten, f"tests/cuda/suites.py: without the tests of {', '.join(forgotten)}"
 
 
 def test_every_public_function_of_the_reference_is_in_the_table() -> None:
@@ -120,6 +124,7 @@ def test_every_public_function_of_the_reference_is_in_the_table() -> None:
     }
     require_all("the functions", FUNCTIONS, public)
     assert public <= set(d3s.__all__)
+    require_all("d3s_kernels/_exact.py, of the ops", set(OPS) & set(FUNCTIONS), set(OPS) & set(d3s.__all__))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -19,7 +19,6 @@ from torch import Tensor
 from .. import _torch
 from .._arguments import require_readable
 from .backends import DEVICES, is_built
-from .faults import PUBLIC_OPS
 from .libraries import COMPILED, argument_names, by_name, default_arguments, schema_of
 
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
@@ -168,8 +167,7 @@ for _name in ("logprob_entropy", "importance_ratio"):
     register_gradient(_name, Gradient(_name, f"{_name}_backward"))
 for _name in COMPILED:
     _register_fake(_name)
-    if _name in PUBLIC_OPS or _name == "compact":
-        refuse_unreadable(_name)
+    refuse_unreadable(_name)
     if _name.endswith("_backward"):
         register_no_second_derivative(_name)
     elif _name not in EAGER:  # no gradient; without this, torch would attach a "not implemented" node to float outputs

@@ -109,7 +109,8 @@ class HeadProblem(NamedTuple):
         mask = checked_mask(self.mask, hidden)
         require_no_tangent(**{"hidden": hidden, name: self.weight, "bias": self.bias})
         require_whole(max_rows=self.max_rows, max_grad_rows=self.max_grad_rows, workspace_bytes=self.workspace_bytes)
-        require_number(logit_softcap=self.logit_softcap)
+        if self.logit_softcap is not None:
+            require_number(logit_softcap=self.logit_softcap)
         if not isinstance(self.logits_dtype, torch.dtype):
             raise TypeError(f"logits_dtype: got {self.logits_dtype!r}; takes a torch.dtype")
         hidden, weight, bias = operands(hidden, self.weight, self.bias, weight_grad_into, name)

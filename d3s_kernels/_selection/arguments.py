@@ -26,6 +26,7 @@ from .._arguments import (
     require_segments,
     require_tensors,
     require_whole,
+    whole_number,
 )
 from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
 
@@ -150,7 +151,7 @@ def group_advantages_arguments(
 ) -> tuple[Any, ...]:
     require_tensors(rewards=rewards)
     require_segments(rewards, offsets, None)
-    require_whole(ddof=ddof)
+    whole_number("ddof", ddof)
     require_number(eps=eps)
     if not isinstance(scale, str):
         raise TypeError(f"scale: got {scale!r}; takes 'group', 'batch' or 'none'")

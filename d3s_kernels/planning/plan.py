@@ -180,7 +180,8 @@ def _counts(name: str, values: Any) -> list[int]:
 
 def _share(name: str, value: float) -> Fraction:
     """The number as a fraction of its decimal text: 0.1 is exactly one tenth."""
-    require_number(**{name: value})
+    if value is not None:
+        require_number(**{name: value})
     if value is None or not 0 <= value <= 1:
         raise ValueError(f"{name}: got {value}; takes a number in [0, 1]")
     return Fraction(str(value))

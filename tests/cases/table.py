@@ -37,6 +37,8 @@ _DRAWN: Mapping[str, DrawArguments] = {
     "select_tokens": tokens.token_rules,
     "select_rollouts": rollouts.rollout_rules,
 }
+if forgotten := _exact.FUNCTIONS.keys() - OPS.keys() - _DRAWN.keys():
+    raise AssertionError(f"nothing in tests/cases draws the arguments of {', '.join(sorted(forgotten))}")
 FUNCTIONS = {
     name: Row(**vars(row), draw=partial(_public, name, _DRAWN.get(name) or OPS[name].draw))
     for name, row in _exact.FUNCTIONS.items()

@@ -415,7 +415,7 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [20, 512, 1001, 1024, 2046, 4096, 6145, 8188, 8192])
 def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
-    """Scores have NaN, padding, zeros of both signs, ties that are not all kept, and keys with only another last digit."""
+    """With NaN, padding, both zeros, ties that are not all kept, and keys that differ in the last digit alone."""
     near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round these to a few values
     rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
     rows.append(-1e38 * torch.randn(length).abs())
