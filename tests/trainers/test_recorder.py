@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("trl")
 from peft import LoraConfig, get_peft_model
 from tiny_trl import EOS, PAD, model
+from transformers import TemperatureLogitsWarper
 
 from d3s_kernels.recorder import Recorder, recording
 
@@ -42,6 +43,14 @@ def test_example() -> None:
     report: list[str] = []
     assert doctest.DocTestRunner().run(test, out=report.append).attempted == 6
     assert not report, "".join(report)
+
+
+def test_the_temperatures_of_several_warpers_multiply() -> None:
+    recorder, scores = Recorder(16), torch.randn(1, 9)
+    for processor in recorder.around([TemperatureLogitsWarper(0.5), TemperatureLogitsWarper(3.0)]):
+        scores = processor(torch.zeros(1, 1, dtype=torch.long), scores)
+    log_mass = recorder.recorded([[4]]).log_mass
+    torch.testing.assert_close(log_mass, torch.zeros_like(log_mass))  # no token was left out
 
 
 @pytest.mark.parametrize(
