@@ -1,4 +1,4 @@
-"""The commands of the library: ``d3s COMMAND`` or ``python -m d3s_kernels COMMAND``. Without a command,
+"""The command line of the library: ``d3s COMMAND`` or ``python -m d3s_kernels COMMAND``. Without a command,
 ``python -m d3s_kernels`` runs ``d3s doctor``.
 """
 
@@ -24,8 +24,8 @@ d3s COMMAND --help has the options of a command.
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Returns 0 if every back-end that runs here agrees with the reference, and every back-end that serves a device
-    runs.
+    """Runs ``d3s doctor`` and returns its exit status: 0 if every back-end that runs here agrees with the reference,
+    and if every back-end that is used for a device runs; else 1.
     """
     parser = argparse.ArgumentParser(prog="d3s doctor", description="What was built, what runs here, and its checks.")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] = ("doctor",)) -> int:
 
 
 def console() -> int:
-    """The console script ``d3s``."""
+    """The entry point of the console script ``d3s``."""
     return main(sys.argv[1:])
 
 

@@ -1,7 +1,7 @@
 """Checks the types and devices of arguments, and converts arguments to the form that the ops take.
 
-The kernels check values. The checks here run before the checks of torch's dispatcher, because the dispatcher does not
-detect every wrong type or device, and its messages are less clear.
+The values of tensors are checked in the kernels. The checks here run before the checks of torch's dispatcher, because
+the dispatcher does not detect every wrong type or device, and its messages are less clear.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueE
 
 
 def _require_subclass(name: str, value: object, takes: str) -> Tensor:
-    """Checks a value whose exact type is neither Tensor nor Parameter. To save time, values of exactly these two types
-    are not checked here: if the layout of such a tensor is unreadable, the dispatcher refuses the tensor
-    (``_dispatch/registration.py``).
+    """Checks and returns a value whose type is neither exactly Tensor nor exactly Parameter. To save time, this
+    function is not called for values of these two types. If the ops cannot read the layout of such a tensor, the
+    dispatcher refuses the tensor (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
@@ -88,11 +88,11 @@ def require_plain(**arguments: object) -> None:
 
 
 def why_unreadable(name: str, value: Tensor) -> str | None:
-    """Returns why the ops cannot read a tensor's memory and how to make it readable, worded for an error message; None
-    if the ops can read the tensor.
+    """Returns the text of an error message: why the ops cannot read the tensor, and how to make the tensor readable.
+    Returns None if the ops can read it.
     """
     kind = type(value)
-    if hasattr(kind, "to_local"):  # a DTensor; hasattr(value, ...) is False in torch.compile
+    if hasattr(kind, "to_local"):  # a DTensor; under torch.compile, hasattr(value, ...) is False
         also = ""
         if name == "weight":
             also = (
@@ -144,8 +144,8 @@ def as_float32(name: str, values: Tensor) -> Tensor:
 
 
 def require_no_tangent(**arguments: Tensor | None) -> None:
-    """Refuses forward-mode tangents. The ops have only backward derivatives; in forward mode, torch would silently
-    treat the ops' results as constants.
+    """Raises for tensors with a forward-mode tangent. The ops can be differentiated only in reverse mode. In forward
+    mode, torch would silently treat the results of the ops as constants.
     """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
@@ -195,8 +195,9 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
 
 
 def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
-    """Returns the number and None; or 1.0 and a tensor that replaces the number: float32, 0-d or with one value for
-    each row of ``like``.
+    """Checks a temperature, and returns the two arguments for it that the ops take. For a Python number, these are the
+    number and None. For a tensor, these are 1.0 and the tensor in float32: 0-d, or expanded to one value for each row
+    of ``like``. Under torch.compile, a number is converted to a 0-d tensor.
     """
     if not isinstance(temperature, Tensor):
         if not is_number(temperature):
@@ -231,12 +232,14 @@ def in_a_graph(value: float, like: Tensor) -> Tensor:
 
 
 def checks_everything() -> bool:
-    """Whether ``D3S_KERNELS_CHECK=1`` enables the checks that wait for a GPU or for the other ranks."""
+    """Whether the checks that wait for a GPU or for the other ranks are enabled (``D3S_KERNELS_CHECK=1``)."""
     return os.environ.get("D3S_KERNELS_CHECK") == "1"
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether the host may read the values: they are on the CPU, or checks that wait for the device are enabled."""
+    """Whether the host may read the tensor's values. It may if the tensor is on the CPU, or if checks that wait for the
+    device are enabled.
+    """
     return tensor.is_cpu or checks_everything()
 
 

@@ -1,4 +1,4 @@
-"""What this build contains, and the folder with its libraries."""
+"""The facts about this build, and the folder with the compiled libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLDER = _folder()
 
 
 def build_info() -> dict[str, Any]:
-    """Describes this build, and what this machine can run: version, compiler, torch, SIMD levels, CUDA architectures.
+    """Returns the facts about this build: version, compiler, torch, SIMD levels and CUDA architectures.
 
     Returns:
         ``version``, ``compiler``, ``torch_target`` (the oldest torch that the build runs on), ``torch_built_against``,
@@ -39,8 +39,9 @@ def build_info() -> dict[str, Any]:
         >>> d3s.build_info()["torch_target"]
         '2.11'
     """
-    # A wheel has one compiled module for each version of Python that its builder had. On any other version of Python,
-    # the same facts are read from the CPU library. No other file depends on the version of Python.
+    # A wheel contains one compiled _build_info module for each version of Python that was present when the wheel was
+    # built. On any other version of Python, the facts are read from the CPU library. No other file of a wheel depends
+    # on the version of Python.
     try:
         text = import_module(f"{__package__}._build_info").build_facts()
     except ModuleNotFoundError:

@@ -13,15 +13,15 @@ from ._dispatch import backends
 from ._selfcheck import checks, raised
 from .compare import Comparison, Difference
 
-OLDEST = (8, 0)  # the lowest compute capability that the CUDA kernels compile for
+OLDEST = (8, 0)  # the lowest compute capability that the CUDA kernels can be compiled for
 SCHEMA = 1  # the version of the JSON report; increased when a field changes its meaning or is removed
 _HEAD = "error / allowed, * serves"
-Say = Callable[[str], object]  # takes the next lines of the text
+Say = Callable[[str], object]  # a function that is called with each part of the text report
 
 
 def report(build: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Returns the report for programs; docs/debugging.md lists the fields. ``say`` gets each part of the text as soon
-    as that part is complete. So if a device hangs, the text shows where.
+    """Runs all checks and returns the report for programs; docs/debugging.md lists its fields. ``say`` is called with
+    each part of the text report as soon as this part is complete. So if a device hangs, the text shows at which part.
     """
     facts: dict[str, Any] = {
         "schema": SCHEMA,
@@ -68,11 +68,12 @@ def devices() -> Iterator[tuple[torch.device, str]]:
 
 
 def without_code(architectures: str, capability: tuple[int, int]) -> str:
-    """Returns a message with a remedy if the CUDA library has no code for a GPU; else an empty text.
+    """Returns a message with a remedy if the CUDA library has no code for a GPU of this compute capability; else an
+    empty string.
 
-    ``architectures`` has the names that CMake uses. 90-real is machine code: it runs on GPUs with the same major
+    ``architectures`` is a list in CMake's notation. 90-real is machine code: it runs on GPUs with the same major
     version and the same or a higher minor version. 90-virtual is PTX: it runs on GPUs with the same or any later
-    version. 90 means both. Any other name, such as native, counts as code for every GPU.
+    version. 90 means both. For any other name, such as native, the library is assumed to have code for every GPU.
     """
     for name in architectures.split():
         number, _, kind = name.partition("-")
@@ -89,16 +90,17 @@ def without_code(architectures: str, capability: tuple[int, int]) -> str:
 
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether they are
-    good: no result is wrong, and every back-end that serves ops (computes them when a user calls them) runs.
+    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether all is
+    good: no result is wrong, and every serving back-end runs. (A back-end serves a device if it computes ops there when
+    a user calls them.)
     """
     names, serving = backends.runnable(device.type), backends.serving(device.type)
     good, examined = True, []
     columns: dict[str, dict[str, Difference]] = {}
     for backend in names:
         serves = backend in serving
-        # If there is only one back-end, each op gets its own line as soon as it has run. So the text shows at which op
-        # a GPU hangs.
+        # If there is only one back-end, a line is printed for each op as soon as the op has run. So the text shows at
+        # which op a GPU hangs.
         error, ops = _run(device, backend, say if len(names) == 1 else None)
         good &= all(worst.agrees or (raised(worst) and not serves) for worst in ops.values())
         good &= not (serves and error)
@@ -123,7 +125,9 @@ def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool
 
 
 def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | None, dict[str, Difference]]:
-    """Returns the reason why the back-end does not run although it should, or None; and the worst result of each op."""
+    """Checks every op on one back-end. Returns an error message if the back-end does not run at all, else None; and the
+    worst result of each op.
+    """
     ops: dict[str, Difference] = {}
     error = None
     try:
@@ -143,15 +147,17 @@ def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | Non
 
 
 def _cell(worst: Difference) -> str:
-    """A table cell: the error as a share of the allowed error, or "equal", "WRONG", "raised" or "not run"."""
+    """Returns the text of a table cell: the error as a share of the allowed error, or "equal", "WRONG", "raised" or
+    "not run".
+    """
     if not worst.agrees:
         return "not run" if worst.output.startswith("not run") else "raised" if raised(worst) else "WRONG"
     return f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
 
 
 def _as_json(ops: dict[str, Difference]) -> dict[str, Any]:
-    """The worst result of each op for the JSON report. JSON has no infinity, so an infinite error (such as a number
-    where the exact result is NaN) becomes null.
+    """Returns the worst result of each op for the JSON report. JSON has no infinity, so an infinite error becomes null.
+    An error is infinite if, for example, the exact result is NaN and the computed result is not.
     """
     facts: dict[str, Any] = {}
     for op, worst in ops.items():

@@ -20,7 +20,8 @@ from ._dispatch import backends
 from ._dispatch.libraries import schema_of
 
 Arguments = Mapping[str, Any]
-# Takes an exact result and the call's arguments. Returns the allowed error: a tensor that broadcasts to the result.
+# A function that takes an exact result and the arguments of the call, and returns the allowed error: a tensor that
+# broadcasts to the result.
 Allowed = Callable[[Tensor, Arguments], Tensor]
 
 
@@ -29,15 +30,16 @@ class Row:
     """The exact results of an op or a public function, and the allowed errors of the results and gradients."""
 
     means: Callable[..., Any]
-    """Computes the exact results from the arguments of the call; the tensors that the op writes come first. A result
-    that is None is not compared.
+    """The function that computes the exact results from the arguments of the call. If the op writes to tensors, these
+    tensors are the first results. A result that is None is not compared.
     """
     results: Mapping[str, Allowed]
     gradients: Mapping[str, Allowed] = field(default_factory=dict)
     """For each argument that has a gradient, the allowed error of this gradient."""
     from_found: bool = False
-    """Whether ``means`` also takes the results of the call, as ``found``. True if the kept tokens depend on the
-    entropies that the call computed. These entropies have rounding errors, but the kept tokens must match them exactly.
+    """Whether ``means`` also gets the results of the call that is checked, as its argument ``found``. This is needed if
+    the kept tokens depend on entropies that the call computed: these entropies have rounding errors, but the kept
+    tokens must follow exactly from them.
     """
 
 
@@ -53,7 +55,8 @@ def near(absolute: float, relative: float = 0.0) -> Allowed:
 
 
 entropy = near(1e-5)  # nats
-# For logits far below the maximum, the four roundings in (z - max) / temperature - log S require the relative term.
+# The relative term is needed for logits far below the maximum: it allows for the four roundings in (z - max) /
+# temperature - log S.
 logprob = near(1e-5, 2**-22)
 
 
@@ -67,14 +70,16 @@ def _temperature(arguments: Arguments) -> Tensor:
 
 
 def _incoming(arguments: Arguments) -> Any:
-    """Each row's absolute incoming gradients, summed and divided by the temperature; 0 if there are none."""
+    """For each row, returns the sum of the absolute values of the incoming gradients, divided by the temperature.
+    Returns 0 if there are no incoming gradients.
+    """
     grads = [grad for name in ("grad_logprob", "grad_entropy") if (grad := arguments.get(name)) is not None]
     return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in grads)
 
 
 def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
-    """A share of the norm of each row's gradient, plus the rounding error that remains where terms of the gradient
-    cancel.
+    """Allows an error for each row: a share of the norm of the row's gradient, plus the rounding error that remains
+    where terms of the gradient cancel.
     """
     norm = exact.double().nan_to_num().norm(dim=-1)
     limit: Tensor = rounding(arguments["logits"].dtype) * norm + 4e-6 * _incoming(arguments)
@@ -91,10 +96,11 @@ def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_head(name: str) -> Allowed:
-    """Returns the allowed error of the head's result ``name``. For a gradient, the value limits the norm of the error.
+    """Returns the function for the allowed error of a result of the head, or of the gradient for an argument of the
+    head. For a gradient, the allowed error of each element is a bound for the norm of the whole error.
 
-    A logit is off by a few rounding steps of the terms in its sum. All other errors are derived from the error of the
-    logits, to first order.
+    The error of a logit is assumed to be a few rounding steps of the terms in its sum. All other errors are derived
+    from the error of the logits, to first order.
     """
 
     def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
@@ -109,7 +115,7 @@ def of_head(name: str) -> Allowed:
         if name == "entropy":
             return 1e-5 + 2 * shift * (1 + exact.double().nan_to_num())
         factors = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
-        share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # below it, steps are equal
+        share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # below it, steps are constant
         limit: Tensor = share * (exact.double().nan_to_num().norm() + least * exact.numel() ** 0.5)
         error_of_logits = (share + 2 * shift) * _incoming(arguments) + share * least * len(weight) ** 0.5
         return limit + (error_of_logits * factors[name]).nan_to_num().norm()
@@ -121,8 +127,8 @@ def of_head(name: str) -> Allowed:
 
 
 def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
-    """Returns the exact selection for the entropies that the call returned; its ``entropy`` field has the exact
-    entropies.
+    """Returns the selection that follows exactly from the entropies in ``found``, with the exact entropies in its field
+    ``entropy``.
     """
     only_entropy = ("temperature", "sampling_mask", "max_dense_rows")
     of_entropy = {name: options.pop(name) for name in only_entropy if name in options}
@@ -176,21 +182,21 @@ def of_maximum(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
-    """A share of the gradient's norm."""
+    """Allows a share of (1 + the gradient's norm)."""
     dtypes = [part.dtype for part in arguments.values() if isinstance(part, Tensor) and part.is_floating_point()]
     limit: Tensor = max(map(rounding, dtypes)) * (1 + exact.double().nan_to_num().norm())
     return limit
 
 
 def row_of_op(op: str) -> Row:
-    """Returns the row of an op. Plain PyTorch on the CPU computes the exact results."""
+    """Returns the :class:`Row` of an op, whose exact results are computed by plain PyTorch on the CPU."""
     written, call = written_arguments(op), getattr(torch.ops.d3s_kernels, op).default
 
     def means(**arguments: Any) -> tuple[Any, ...]:
-        if op == "wide_product_":  # this op exists only for CPUs; plain PyTorch has no kernel for it
+        if op == "wide_product_":  # plain PyTorch has no kernel for this op, which exists only on CPUs
             return (arguments["hidden"].float() @ arguments["weight"].float().T,)
         if any(isinstance(part, Tensor) and part.requires_grad for part in arguments.values()):
-            for name, part in arguments.items():  # a leaf is float64 here, which no op takes
+            for name, part in arguments.items():  # leaves are float64 here, but no op takes float64
                 if isinstance(part, Tensor) and part.is_floating_point():
                     arguments[name] = part.float()
         with backends.forced("torch"):

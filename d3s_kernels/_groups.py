@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-# The function is called all_gather_single from torch 2.13 on, and all_gather_into_tensor before.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -38,17 +38,17 @@ class Ranks(NamedTuple):
         return everyones.view(self.size, *values.shape)
 
     def gather_number(self, number: int, like: Tensor) -> Tensor:
-        """Returns int64 ``[ranks]``, on the device of ``like``: the number of every rank."""
+        """Gathers one integer from every rank. Returns int64 ``[ranks]``, on the device of ``like``."""
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
     def gather_text(self, text: str) -> list[str]:
-        """Returns the text of every rank. One collective gathers the lengths; another gathers the UTF-8 bytes, padded
-        to the longest text. The host waits for both. No rank unpickles data from another rank, so a text can describe a
-        fault but cannot run code.
+        """Gathers one text from every rank. A first collective gathers the lengths. A second collective gathers the
+        UTF-8 bytes, padded to the length of the longest text. The host waits for both collectives. Unlike torch's
+        collectives for Python objects, this function unpickles nothing, so that data from another rank cannot run code.
         """
         message = text.encode()
-        # The device from which torch sends objects: the CPU if the group has a back-end for it, else the group's own
-        # device.
+        # The device that torch uses to send Python objects in this group: the CPU if the group has a back-end for CPUs,
+        # else the device of the group's back-end.
         device = torch.device(c10d._get_object_coll_device(self.group))
         lengths = self.gather(torch.tensor([len(message)], device=device)).view(-1).tolist()
         if max(lengths) == 0:
@@ -59,7 +59,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process_group") -> Ranks:
-    """The ranks of a process group or mesh. Error messages call the argument ``name``."""
+    """Returns the :class:`Ranks` of a process group or mesh. ``name`` is the name of the argument in error messages."""
     group: object = process_group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -76,7 +76,7 @@ def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process
 
 
 def ranks_named(name: str) -> Ranks:
-    """The ranks of the group that torch has registered under this name. An op takes the name because it cannot take the
-    group itself.
+    """Returns the :class:`Ranks` of the group that torch has registered under this name. Ops take the name of a group,
+    because a group itself cannot be an argument of an op.
     """
     return ranks_of(c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]

@@ -1,7 +1,8 @@
-"""Checks on a few tokens whether a model's logits follow from its hidden states, its head, a scale and a soft cap.
+"""Checks, on a few tokens, whether a model's logits follow from its hidden states, its head, a scale and a soft cap.
 
-The model's forward runs with enlarged hidden states, so that the logits reach the range of a soft cap. Then all logits
-are compared, and the autograd graph shows which parameters the logits depend on.
+The model's forward runs with enlarged hidden states, so that the logits become large enough for a soft cap to change
+them. Then the model's logits are compared with the expected logits, and the autograd graph shows which parameters the
+logits depend on.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ from torch.nn import Module
 from torch.nn.functional import linear
 
 _TOKENS = 4  # the number of tokens in a trial forward
-_USUAL_CAP = 30.0  # stands in for the soft cap when logits are enlarged, if the model's configuration has none
-_ROWS = 4096  # the number of rows of the weight that one product takes
+_USUAL_CAP = 30.0  # if the configuration has no soft cap, logits are enlarged as if this were the soft cap
+_ROWS = 4096  # the number of the weight's rows in one matrix product
 
-# For each model, the scale and the soft cap that were verified in each state of the model, for at most _STATES states.
+# For each model and each state of the model, the verified scale and soft cap. At most _STATES states of a model are
+# stored.
 _STATES = 16
 _verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]] = WeakKeyDictionary()
 
 
 class UnsupportedHead(ValueError):
-    """The model does not compute its logits by a linear layer, a scale and a soft cap, or its weight cannot be read."""
+    """The error for a model whose logits are not computed by a linear layer, a scale and a soft cap, or whose head has
+    a weight that cannot be read.
+    """
 
 
 class UntriedHead(UnsupportedHead):
-    """The model cannot be run on a few tokens, so that there are no logits to compare with."""
+    """The error for a model that cannot be run on a few tokens, so that there are no logits to compare."""
 
 
 class ModelHead(NamedTuple):
-    """How a model computes its logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+    """A model's head, and the scale and soft cap in the formula of its logits:
+    ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``.
+    """
 
     model: Any
     layer: Any
@@ -55,11 +61,11 @@ class _Seen(NamedTuple):
     """The record of a forward of a few tokens."""
 
     hidden: Tensor
-    """The last hidden states that the body (the outermost of nested bodies) returned, enlarged."""
+    """The last hidden states of the body, enlarged. If bodies are nested, they come from the outermost body."""
     of_head: list[Tensor]
-    """The inputs of the head, one for each of its calls."""
+    """The inputs of the head, one for each call of the head."""
     dtypes: set[torch.dtype]
-    """The dtypes of autocast during the forward."""
+    """The autocast dtypes that were active when the head was called."""
     logits: Tensor
 
 
@@ -69,8 +75,8 @@ def verified_head(head: ModelHead) -> ModelHead:
 
     Raises:
         UnsupportedHead: the model's logits do not match, with or without the scale and the soft cap of the
-            configuration; the model changes its hidden states before its head, or has more parameters there; or the
-            model cannot be run on a few tokens.
+            configuration; the model changes its hidden states before its head, or applies other parameters there; or
+            the model cannot be run on a few tokens.
     """
     known, state = _verified.setdefault(head.model, {}), _state(head)
     if state in known:
@@ -89,7 +95,7 @@ def verified_head(head: ModelHead) -> ModelHead:
         for softcap in dict.fromkeys((head.softcap, None))
     ]
     errors = []
-    for reading in readings:  # usually the first one matches; each try costs a product with the whole weight
+    for reading in readings:  # the first usually matches; each comparison costs a product with the whole weight
         error = _difference(reading, seen)
         if error is None:
             if len(known) >= _STATES:
@@ -110,8 +116,8 @@ def require_own_logits(head: ModelHead) -> None:
 
 
 def _state(head: ModelHead) -> Hashable:
-    """Everything that determines how a model computes logits from hidden states, as far as it can be read without a
-    forward.
+    """Returns a key that changes when the model computes logits from hidden states in another way, as far as this can
+    be detected without a forward.
     """
     modules, model = (head.model, head.layer), head.model
     code = [vars(module).get("forward", type(module).forward) for module in modules]
@@ -152,13 +158,13 @@ def _bodies(model: Any) -> Iterator[Any]:
         if not isinstance(part, Module) or part is model:
             continue
         inner = part.get_output_embeddings() if hasattr(part, "get_output_embeddings") else None  # type: ignore[operator]
-        yield from [part] if inner is None else _bodies(part)  # a whole language model within a model
+        yield from [part] if inner is None else _bodies(part)  # the body of a language model within the model
 
 
 @contextmanager
 def _undisturbed(head: ModelHead) -> Iterator[None]:
-    """Runs the body of a ``with`` block without gradients, without compilation, without a lasting change of random
-    states, and without attention kernels that the device does not have.
+    """Runs a ``with`` block without gradients and without compilation, and restores the random states afterwards. On a
+    CPU, eager attention replaces flash attention during the block.
     """
     devices = {value.device for value in head.model.parameters()}
     kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)
@@ -168,11 +174,11 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
     attention = [(part, name) for part in parts if (name := getattr(part, "_attn_implementation", None)) is not None]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # if it is not imported, nothing is compiled; the import takes a second
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and an import would take a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
         if kind is None and any("flash" in name for _, name in attention):
-            for part, name in reversed(attention):  # setting the whole sets its parts too, so it is restored first
+            for part, name in reversed(attention):  # setting the whole sets its parts too: restore the whole first
                 stack.callback(setattr, part, "_attn_implementation", name)
             for part, name in attention:
                 if "flash" in name:
@@ -182,17 +188,17 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
 
 def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
     """Runs a forward of a few tokens with enlarged hidden states. The autograd graph is recorded from these hidden
-    states on. It shows which other tensors the logits depend on.
+    states to the logits. It shows which other tensors the logits depend on.
     """
     of_body: list[Tensor] = []
     of_head: list[Tensor] = []
     dtypes: set[torch.dtype] = set()
-    own_thread = threading.get_ident()  # another thread may generate with the same model
+    own_thread = threading.get_ident()  # the hooks ignore other threads, which may use the same model
     graph = not torch.is_inference_mode_enabled() and not head.layer.weight.is_inference()
 
     def start(hidden: Tensor) -> Tensor:
         of_body.append(_enlarged(head, hidden.detach()).requires_grad_(graph))
-        torch.set_grad_enabled(graph)  # until the forward ends
+        torch.set_grad_enabled(graph)  # this mode lasts until the forward ends
         return of_body[-1]
 
     def after_body(module: Module, args: Any, output: Any) -> Any:
@@ -250,7 +256,9 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
 
 
 def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
-    """Returns the args and kwargs of a forward of ordinary tokens, not of special tokens such as image placeholders."""
+    """Returns the args and kwargs for a forward of a few ordinary tokens. Special tokens, such as image placeholders,
+    are avoided.
+    """
     model, weight = head.model, head.layer.weight
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     config = getattr(model, "config", None)
@@ -278,7 +286,7 @@ def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def text_of(config: Any) -> Any:
-    """The text part of a multimodal model's configuration; for other models, the whole configuration."""
+    """Returns the text part of a multimodal model's configuration; for other models, the whole configuration."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -292,8 +300,8 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
-    """Of every four rows, keeps one and scales three. The largest logits of these three rows become 0.5, 1 and 2 times
-    the cap, as far as the dtype allows.
+    """Scales three of every four rows of hidden states, and leaves the fourth unchanged. The largest logits of the
+    three rows become 0.5, 1 and 2 times the cap, as far as the range of the dtype allows.
     """
     weight = head.layer.weight.detach()
     rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])

@@ -14,7 +14,8 @@ from ._exact import FUNCTIONS
 from .compare import Difference, compare_here, public, row_of
 from .sampling import SamplingMask
 
-# The lengths of rows and segments: a short one, one with a partial block, and one for several blocks of a GPU kernel.
+# The lengths of rows and segments: a short length, a length that does not fill a block, and a length that needs several
+# blocks of a GPU kernel.
 LENGTHS = (8, 333, 5000)
 
 
@@ -96,7 +97,7 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
 
 
 def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
-    """Yields each op and its worst result. After a device fault, no further op runs."""
+    """Yields the name and the worst result of each op. After a device fault, no further op runs."""
     failed = None
     for op in calls(LENGTHS[0]):
         if op == "wide_product_" and device.type != "cpu":
@@ -108,8 +109,9 @@ def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference
 
 
 def worst_of(op: str, device: torch.device, backend: str) -> Difference:
-    """Returns the difference that is the largest share of its allowed error. If a result is wrong, returns the first
-    wrong difference and names the length of its call. If a call raises, returns a difference that names the exception.
+    """Runs an op's call for each of ``LENGTHS``, and returns the difference that is the largest share of its allowed
+    error. If an error is larger than allowed, returns the first such difference, with the length in its ``output``. If
+    a call raises, returns a difference with the exception in its ``output``.
     """
     row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
     found: list[Difference] = []

@@ -1,7 +1,7 @@
-"""Objects that combine those arguments of an op's schema that belong together.
+"""Objects that each combine several related arguments of an op's schema.
 
-A schema has only tensors, numbers and flags. Public functions, and the kernels that are written in Python, take such an
-object instead of several arguments. ``csrc/ops/arguments.h`` has the same objects for C++.
+A schema can only contain tensors, numbers and flags. In Python, one of these objects is passed instead of several such
+arguments, for example to the kernels that are written in Python. ``csrc/ops/arguments.h`` has the same objects for C++.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class NumberOrTensor(NamedTuple):
     tensor: Tensor | None = None
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> NumberOrTensor:
-        """Applies ``change`` to a tensor with one value for each row. A number or a 0-d tensor stays as it is, since it
-        applies to all rows.
+        """Returns a copy of this object. If its tensor has one value for each row, ``change`` is applied to the tensor.
+        A number or a 0-d tensor is for all rows, and stays as it is.
         """
         if self.tensor is None or self.tensor.dim() == 0:
             return self
@@ -38,7 +38,7 @@ class SegmentArguments(NamedTuple):
 
 
 class SamplingArguments(NamedTuple):
-    """A sampling mask: ids and offsets, or neither of them."""
+    """The arguments for a sampling mask: its ids and offsets (both, or neither), and its options."""
 
     ids: Tensor | None = None
     offsets: Tensor | None = None
@@ -56,8 +56,8 @@ class SamplingArguments(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The columns of a tensor of logits: the tokens from ``first_token`` on, or the whole vocabulary if ``first_token``
-    is None.
+    """The tokens that the columns of a tensor of logits belong to: consecutive tokens, starting with ``first_token``;
+    or the whole vocabulary if ``first_token`` is None.
     """
 
     first_token: int | None = None
@@ -70,14 +70,15 @@ NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), Sampling
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
 ALL_TOKENS, FIRST_TILE = Tile(), Tile(0)
 _Parameter = tuple[Callable[..., Any], dict[str, Any]]
-"""A function that makes a kernel's parameter from arguments of the schema, and the names and defaults of these
-arguments.
+"""A pair: the function that makes one parameter of a kernel from arguments of the schema (or None), and the names and
+defaults of these arguments.
 """
 
 
 def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
-    """Wraps a kernel so that it can be called with the arguments of its op's schema. The type of a parameter's default
-    determines which arguments the parameter is made from. ``parameters`` sets this explicitly for single parameters.
+    """Wraps a kernel so that it can be called with the arguments of its op's schema. For each parameter of the kernel,
+    the type of its default determines the arguments that are combined into the parameter. ``parameters`` overrides this
+    for the parameters that it names.
     """
     names: list[str] = []
     defaults: list[Any] = []

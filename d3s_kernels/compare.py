@@ -18,11 +18,13 @@ from ._head.problem import operands
 from .sampling import SamplingMask
 
 _CPU = torch.device("cpu")
-_SEED = 0  # for calls that draw without a generator, and for the incoming gradients
+_SEED = 0  # for calls that draw random numbers without a generator, and for the incoming gradients
 
 
 class Difference(NamedTuple):
-    """The worst element of one result of a back-end: its error is the largest share of its allowed error."""
+    """The worst element of one result of a back-end: of all elements, its error is the largest share of its allowed
+    error.
+    """
 
     backend: str
     output: str
@@ -40,12 +42,14 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The error as a share of the allowed error: 0 without an error, infinite if none is allowed."""
+        """The error as a share of the allowed error: 0 if there is no error, infinite if there is an error but none is
+        allowed.
+        """
         return 0.0 if self.error == 0 else self.error / self.allowed if self.allowed > 0 else math.inf
 
 
 class Comparison(list[Difference]):
-    """A :class:`Difference` for each back-end and result. Prints as a table."""
+    """A list of a :class:`Difference` for each result of each back-end. Its text is a table."""
 
     @property
     def agrees(self) -> bool:
@@ -72,7 +76,7 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
     The reference of a public function is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch
     and float64. The reference of an op is plain PyTorch on the CPU. If an argument requires a gradient, gradients are
     compared too; the incoming gradients are normal random numbers. A function that draws random numbers draws the same
-    ones on every back-end and in the reference. The arguments are not changed.
+    numbers on every back-end and in the reference. The arguments are not changed.
 
     Args:
         function: a public function of ``d3s_kernels`` that takes tensors, such as ``d3s_kernels.topk_mask``; or an op
@@ -81,11 +85,12 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
             the arguments.
 
     Returns:
-        :class:`Comparison`: a :class:`Difference` for each result of each back-end. It has the names of the back-end
-        and the result, the index of the worst element, and the error and the allowed error of this element.
+        :class:`Comparison`: a :class:`Difference` for each result of each back-end. Each difference has the names of
+        the back-end and the result, the index of the worst element, and the error and the allowed error of this
+        element.
 
     Raises:
-        TypeError: the function does not belong to the library; a process group among the arguments.
+        TypeError: the function does not belong to the library, or one of the arguments is a process group.
         ValueError, TypeError: arguments that all back-ends refuse.
 
     Example:
@@ -119,8 +124,8 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
 
 
 def row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
-    """Returns the row of a public function or an op, and the function to call. Refuses an op that needs a process
-    group.
+    """Returns the :class:`Row` of a public function or an op, and the callable that computes it. Refuses an op that
+    needs a process group.
     """
     name = getattr(function, "__name__", "")
     if name in FUNCTIONS and public(name) is function:
@@ -138,7 +143,7 @@ def row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
 
 
 def public(name: str) -> Callable[..., Any]:
-    """The public function of ``FUNCTIONS`` with this name."""
+    """Returns the public function with this name, which must be in ``FUNCTIONS``."""
     modules = (ratios, rollouts, tokens, vocabulary)
     function: Callable[..., Any] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return function
@@ -203,16 +208,19 @@ def compare_here(
 
 
 def called(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Calls a function or an op with a fixed seed. Returns the tensors that the op writes, and then the results."""
+    """Calls a function or an op with a fixed seed. Returns one tuple: the tensors that the op writes to, and then the
+    results.
+    """
     devices = {part.device for part in arguments.values() if isinstance(part, Tensor) and part.is_cuda}
-    # torch.manual_seed is slower: it formats the stack once for each kind of device that is missing.
+    # On a CPU, torch.manual_seed is not used, because it is slow: it formats the call stack once for each kind of
+    # device that is missing.
     seed = torch.manual_seed if devices else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices), torch.enable_grad():
         seed(_SEED)
         results = function(**arguments)
     if results is None or isinstance(results, Tensor):
         results = () if results is None else (results,)
-    schema = getattr(function, "_schema", None)  # a Python function writes no argument
+    schema = getattr(function, "_schema", None)  # a Python function has no schema, and writes to no argument
     written = () if schema is None else written_arguments(schema.name.partition("::")[2])
     return (*(arguments.get(name) for name in written), *results)
 
@@ -223,11 +231,12 @@ def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tenso
         return Difference(backend, was, (), math.inf, 0.0)
     if found.numel() == 0:
         return Difference(backend, name, None, 0.0, 0.0)
-    exact = exact.to(found.dtype).double()  # beyond the range of float32, the exact result becomes infinite
+    exact = exact.to(found.dtype).double()  # values beyond the range of the dtype become infinite
     found, limit = found.double(), allowed.double().expand(exact.shape)
     error = (found - exact).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     error = error.masked_fill((found == exact) | (found.isnan() & exact.isnan()), 0)
-    # The error as a share of the limit. Elements beyond their limit rank first; those with a limit of 0 rank above all.
+    # The error of each element as a share of its limit. Elements beyond their limit rank above all others. Of these,
+    # elements with a limit of 0 rank highest.
     share = error / limit.clamp(min=1e-300)
     share = torch.where(error <= limit, share, 2 + share).nan_to_num(posinf=torch.finfo(torch.float64).max)
     index = tuple(int(part) for part in torch.unravel_index(share.argmax(), found.shape))
@@ -242,8 +251,8 @@ def _device_of(arguments: Mapping[str, Any], otherwise: torch.device = _CPU) -> 
 
 
 def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies the arguments to the device. The copies have the same strides and the same alignment with respect to 16
-    bytes.
+    """Copies the arguments to the device. The copies have the same strides and storage offsets, and thus the same
+    alignment to 16 bytes.
     """
     copies = dict(arguments)
     for name, part in arguments.items():

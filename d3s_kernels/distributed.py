@@ -1,6 +1,6 @@
-"""Functions for several ranks only: they balance kept rows between ranks, or work on vocabulary shards.
+"""Functions that need several ranks. Some balance the kept rows between ranks; the others work on vocabulary shards.
 
-The selection functions of ``d3s_kernels`` take a ``process_group`` themselves.
+The selection functions of ``d3s_kernels`` also work across ranks, with their argument ``process_group``.
 """
 
 from ._across_ranks.plan_rows import RowPlan, exchange_rows, plan_rows

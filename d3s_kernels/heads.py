@@ -1,4 +1,4 @@
-"""Finds the arguments of the LM head's ops for a model, and verifies them on the model's own logits."""
+"""Finds the arguments of the LM head's ops for a model, and verifies them against the model's own logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._own_logits import ModelHead, UnsupportedHead, text_of, verified_head
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-# Wrappers that do not change logits, and for each the attribute that holds the model.
+# For each wrapper that does not change logits, the attribute that holds the wrapped model.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
@@ -49,19 +49,19 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
     are ``c tanh(z / c)``. The op has no argument for the scale. This function returns the soft cap ``c / scale`` and
     the temperature ``temperature / scale``, which have the same effect. The function reads the scale and the cap from
     the configuration, and then **verifies** them in a forward of four tokens. The model's logits must equal the logits
-    computed from the model's hidden states and these arguments, also in the range of a soft cap. So a model that does
-    anything else to its logits is refused.
+    computed from the model's hidden states and these arguments, also where logits are so large that a soft cap changes
+    them. So a model that does anything else to its logits is refused.
 
-    The hidden states are the ``last_hidden_state`` of the model's body. Most models have the body as ``model.model``,
-    and all models of transformers as ``model.base_model``. A model that changes the hidden states before its head
-    (MiniCPM3, T5 with tied weights) is refused. A module without such a body is accepted if it has
-    ``get_output_embeddings()``, and its forward takes token ids and returns logits. The hidden states are then the
-    input of the module's head.
+    The hidden states are the ``last_hidden_state`` of the model's body. Most models have their body in the attribute
+    ``model``; all models of transformers have it in the attribute ``base_model``. A model that changes the hidden
+    states before its head (MiniCPM3, T5 with tied weights) is refused. A module without such a body is accepted if it
+    has ``get_output_embeddings()`` and if its forward takes token ids and returns logits. The hidden states of such a
+    module are the input of its head.
 
-    Call this function at each step, next to the op and outside of ``torch.compile``, since it returns the current
-    weight tensors. The check runs once for each model, head and mode (training or not), and again if the hooks or the
-    forward of the model or the head have changed. The check leaves the mode, gradients and random state as they are. In
-    a process group, all ranks must call this function.
+    Call this function at each step, right before the op, since it returns the current weight tensors. Call it outside
+    of ``torch.compile``. The check runs once for each model, head and mode (training or not), and again if the hooks or
+    the forward of the model or the head have changed. The check leaves the mode, gradients and random state as they
+    are. In a process group, all ranks must call this function.
 
     Args:
         model: a causal language model of transformers, with or without PEFT; or a module as described above.
@@ -129,7 +129,9 @@ def _lm_head(model: Module, temperature: float | Tensor, verify: bool) -> HeadAr
 
 
 def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
-    """Divides the temperature by the scale. An invalid temperature is refused here, before its value changes."""
+    """Divides the temperature by the scale. An invalid temperature is refused before the division, so that the error
+    message shows the caller's value.
+    """
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         return temperature if scale == 1 else temperature.float() / scale
     require_number(temperature=temperature)  # type: ignore[arg-type]
@@ -139,7 +141,7 @@ def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
 
 
 def read_head(model: Module) -> ModelHead:
-    """Returns the model without its wrappers, the head, and the scale and the cap that the configuration names."""
+    """Returns the model without its wrappers, the head, and the scale and the soft cap in the configuration."""
     if not isinstance(model, Module):
         raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
     inner, prompts = _unwrapped(model)
@@ -163,7 +165,9 @@ def read_head(model: Module) -> ModelHead:
 
 
 def _unwrapped(model: Any) -> tuple[Any, bool]:
-    """The model without wrappers that do not change its logits, and whether PEFT adds tokens to its prompts."""
+    """Removes wrappers that do not change a model's logits. Returns the inner model, and whether PEFT adds tokens to
+    its prompts.
+    """
     prompts = False
     while True:
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
@@ -184,7 +188,9 @@ def _unwrapped(model: Any) -> tuple[Any, bool]:
 
 
 def _left_out(layer: Any) -> str | None:
-    """Names a head's parameters other than weight and bias, worded for an error message; None if there are none."""
+    """Returns the part of an error message that names a head's trainable parameters other than its weight and bias.
+    Returns None if there are no such parameters.
+    """
     tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
     if tuners is not None and isinstance(layer, tuners.BaseTunerLayer):
         return "an adapter, which"
@@ -214,7 +220,9 @@ def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
 
 
 def why_not_here(layer: Any) -> str | None:
-    """Returns why the op cannot read a head's weight and how to make it readable; None if the op can read it."""
+    """Returns the text of an error message: why the op cannot read a head's weight, and how to make it readable.
+    Returns None if the op can read the weight.
+    """
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         return (

@@ -28,8 +28,8 @@ NAMES = {
 """Every metric and its meaning."""
 
 OFF_POLICY_SHARE = "d3s/off_policy_share"
-"""The share of the kept rollouts' tokens that are left out as off-policy. It is logged if an ``off_policy_rule``, or a
-trainer's own correction, may leave tokens out.
+"""The name of one more metric: the share of the kept rollouts' tokens that are left out as off-policy. The metric is
+logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
 """
 
 SAMPLING_NAMES = {
@@ -46,7 +46,7 @@ def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked
     """Returns the metrics of the chosen rollouts.
 
     Args:
-        kept: bool ``[N]``, all rollouts.
+        kept: bool ``[N]``: for each rollout of the batch, whether it is kept.
         lengths: ``[N]``, for each rollout the number of its tokens that are in the loss.
         without_spread: bool ``[groups]``, from :func:`groups_without_spread`.
         asked: the share of the rollouts that the budget asks for.
@@ -70,8 +70,8 @@ def token_sums(
         kept, mask: bool, the shape of ``entropy``: the kept tokens, and all tokens of the kept rollouts.
         entropy: nats.
         advantages: broadcasts to the shape of ``entropy``.
-        measured: bool, the shape of ``entropy``: the tokens of ``mask`` whose entropy was computed. They include all
-            kept tokens. By default all tokens of ``mask``.
+        measured: bool, the shape of ``entropy``: the tokens of ``mask`` whose entropy was computed. They must include
+            all kept tokens. The default is all tokens of ``mask``.
 
     Returns:
         float64 ``[6]``: four counts (kept tokens, all tokens, kept tokens with a positive advantage, measured tokens),
@@ -113,15 +113,16 @@ def selection_metrics(
     rewards: Tensor | None = None,
     budget: Budget | None = None,
 ) -> dict[str, Tensor]:
-    """Returns metrics of what a step's selection keeps and saves, for a loop of your own. Our trainers log the same
-    metrics.
+    """Returns the metrics of one step's selection: what is kept, and what is saved. The function is for a training loop
+    of your own; our trainers log the same metrics.
 
     :data:`NAMES` explains each metric. All metrics cover only this process's rollouts.
 
     ``d3s/flops_saved`` counts matrix products. The unit is the cost of one forward of all rollouts' tokens. The LM
     head's share of this cost is ``h`` (``head_share``). The backward of the body costs twice as much as the forward of
-    the body. A head that recomputes the logits in the backward costs four times as much as its forward, in total. Let
-    ``f`` be the share of all tokens that is forwarded, and ``k`` the share that is kept::
+    the body. The forward and the backward of a head that recomputes the logits in the backward together cost four times
+    as much as the forward of the head. Let ``f`` be the share of all tokens that is forwarded, and ``k`` the share that
+    is kept::
 
         before = 3 (1 - h) + 4 h
         after  = 3 (1 - h) f + h (f + 3 k)      # the head of d3s_kernels: its backward covers kept tokens only
@@ -133,13 +134,14 @@ def selection_metrics(
     Args:
         advantages: float ``[groups, n]``, of all rollouts.
         rollout_mask: bool ``[groups, n]``, the kept rollouts.
-        tokens: the tokens chosen from the kept rollouts. Mask and entropy are ``[kept rollouts, T]``, in the order of
-            the rollouts; or ``[groups * n, T]``, with no kept token in dropped rollouts.
-        token_mask: bool ``[groups * n, T]``, the tokens in the loss, of all rollouts, kept or dropped.
+        tokens: the tokens chosen from the kept rollouts. Its ``mask`` and ``entropy`` are ``[kept rollouts, T]``, in
+            the order of the rollouts; or ``[groups * n, T]``, with no kept token in dropped rollouts.
+        token_mask: bool ``[groups * n, T]``, a row for each rollout, kept or dropped: True at the tokens in the loss.
         head_share: the LM head's share of the weights in matrix products, in [0, 1]: 0.28 for Qwen2.5-0.5B, 0.077 for
             Qwen2.5-7B. Without it there is no ``d3s/flops_saved``.
-        rewards: ``[groups, n]``, to count groups without a spread. Without ``rewards``, the advantages are used, which
-            may have been divided by a very small standard deviation.
+        rewards: ``[groups, n]``, used to count groups without a spread. Without ``rewards``, the advantages are used.
+            But advantages may differ within a group only because rounding errors were divided by a very small standard
+            deviation.
         budget: the budget of the selection. Without it there is no ``d3s/rollout_share_asked`` and no
             ``d3s/token_share_asked``.
 
@@ -226,13 +228,14 @@ def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor
     if it was not recorded.
 
     For each token, a head with sampling masks computes only the columns of the token's set, in the forward and in the
-    backward; if the set has one token, it computes no column. A head over the whole vocabulary computes ``vocabulary``
-    columns. Leave ``vocabulary`` out if your head computes all columns.
+    backward; if the set has one token, the head computes no column. A head without sampling masks computes
+    ``vocabulary`` columns. If your head is of this kind, leave ``vocabulary`` out; then the metric of the saved FLOPs
+    is left out too.
     """
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()
     columns = (sizes * counts).sum()
-    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: fewer than 99 % of the sets are at most this large
+    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: are fewer than 99 % of the sets at most so large?
     metrics = {
         "d3s/set_size_mean": columns / tokens,
         "d3s/set_size_p99": torch.where(tokens > 0, below_p99.sum().double(), torch.nan),

@@ -32,9 +32,9 @@ def selection_page(
     tokens marked.
 
     The default score is D3S's ``|advantage| * entropy``. Dropped rollouts are folded. The page needs no network and
-    runs no script, so it can be mailed or put beside logs; it fits phones, and follows the reader's light or dark
-    theme. All text is escaped; control characters and text-direction marks are shown as code points. 64 rollouts of up
-    to 512 tokens make less than 2 MB, not counting the prompts.
+    runs no script, so it can be mailed or put beside logs. Its layout fits phones, and follows the reader's light or
+    dark theme. All text is escaped; control characters and text-direction marks are shown as code points. A page with
+    64 rollouts of up to 512 tokens is smaller than 2 MB, not counting the prompts.
 
     Args:
         prompts: G texts, one for each group. Rollouts are ordered by prompt; each prompt has the same number of
@@ -45,16 +45,17 @@ def selection_page(
         advantages: float, R values of any shape; shown, and part of the default score.
         scores: float ``[R, T]``, shown instead of the default score.
         kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``. None means that all are
-            kept. If it is passed, ``kept_tokens``, ``entropy`` and ``scores`` may also be ``[K, T]``, with rows for the
-            kept rollouts only: a trainer has no entropies of rollouts that it did not forward.
+            kept. With ``kept_rollouts``, the arguments ``kept_tokens``, ``entropy`` and ``scores`` may also be
+            ``[K, T]``, with rows for the kept rollouts only, because a trainer has no entropies of rollouts that it did
+            not forward.
         rewards: float, R values of any shape; shown.
         mask: ``[R, T]``, non-zero at the tokens that could be kept; None means all tokens. Other tokens, such as tool
             output, are shown without a score. Token ids after a row's last non-zero mask value are padding.
-        tokenizer: has ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``, as all tokenizers of
-            ``transformers`` do.
+        tokenizer: an object with the method ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``,
+            such as any tokenizer of ``transformers``.
         title: the page's heading.
-        longest: the largest number of tokens that are shown of one rollout. If a rollout has more, half of the shown
-            tokens are from its start and half from its end.
+        longest: the maximum number of tokens shown for one rollout. If a rollout has more tokens, half of the shown
+            tokens are from the start of the rollout, and half from its end.
 
     Returns:
         The page. Write it to a file in UTF-8: ``Path("page.html").write_text(page, encoding="utf-8")``.
@@ -87,7 +88,7 @@ def selection_page(
     countable = sum(
         keep and count
         for row, flags in zip(tokens, counts, strict=True)
-        for keep, count in zip(row, flags, strict=False)  # a dropped rollout has no kept tokens
+        for keep, count in zip(row, flags, strict=False)  # the row of a dropped rollout may be empty
     )
     if beyond := int(kept_tokens.count_nonzero()) - countable:
         raise ValueError(f"kept_tokens: got {beyond} in dropped rollouts or where mask is 0; takes none there")

@@ -1,4 +1,4 @@
-"""How far the policy has moved: importance ratios of tokens, sequences and groups of tokens, and ESPO's clip ranges."""
+"""Computes importance ratios of tokens, sequences and groups of tokens, and ESPO's clip ranges."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def importance_ratio(
     log_bounds: tuple[float, float] | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The importance ratio of every token, for the loss of GRPO, GSPO or ESPO. Differentiable in ``logprob``.
+    """Returns the importance ratio of every token, for the loss of GRPO, GSPO or ESPO. Differentiable in ``logprob``.
 
     Here ``w_t = pi(y_t) / pi_old(y_t)``, sg[x] is x without a gradient, and means are over unmasked tokens::
 
@@ -46,12 +46,12 @@ def importance_ratio(
                                                                   (ESPO, arXiv 2512.00499, eq. 9 and 10)
 
     At the last two levels, the ratios of all tokens of a sequence (or group) have the value s. But each token has its
-    own gradient: the derivative of the token's ratio with respect to the token's log-probability is the ratio. If a
-    sequence has one advantage, and the loss is a mean over the sequence's tokens, then level "sequence" is GSPO in
-    value, clipping and gradient. A token that a selection drops from the loss still counts in s, as long as it is in
-    ``mask``. With ``denominator="old"``, s is multiplied by ``pi(y_t) / sg[pi_old(y_t)]``, so that the value of the
-    ratio is ``s w_t``: this is ESPO's eq. 9 as printed. However, the narrow clip ranges in ESPO's paper fit the
-    default. The authors of the paper published no code.
+    own gradient: the derivative of the token's ratio with respect to the token's log-probability is the ratio. If all
+    tokens of a sequence have the same advantage, and the loss is a mean over the sequence's tokens, then the loss with
+    level "sequence" equals GSPO's loss in value, clipping and gradient. A token that a selection drops from the loss
+    still counts in s, as long as it is in ``mask``. With ``denominator="old"``, s is multiplied by
+    ``pi(y_t) / sg[pi_old(y_t)]``, so that the value of the ratio is ``s w_t``: this is ESPO's eq. 9 as printed.
+    However, the narrow clip ranges in ESPO's paper fit the default. The authors of the paper published no code.
 
     Means are bitwise equal for padded and packed tokens, and on CPU and GPU, because log-ratios are added in units of
     2^-26. A log-ratio of magnitude 4096 or more counts as infinite. If no log-probability has changed, all ratios are
@@ -60,7 +60,7 @@ def importance_ratio(
 
     Args:
         logprob: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
-        old_logprob: the same shape; a constant.
+        old_logprob: the same shape; treated as a constant.
         mask: bool or integer (True where it is not 0), the shape of ``logprob``. Tokens where it is False are not read;
             they have ratio 1 and gradient 0.
         level: the tokens that a ratio is computed over: the token itself, its sequence, or its group.
@@ -125,9 +125,9 @@ def entropy_groups(
     """Returns groups of tokens with similar entropies, for ESPO (arXiv 2512.00499, eq. 7).
 
     Each quantile q is a cut. Exactly the share ``1 - q`` of the tokens, those with the highest entropies, is above the
-    cut, counted as in :func:`topk_mask`. If entropies tie at the cut, tokens with lower indices are above. The group of
-    a token is the number of cuts below the token. The paper does not say how its ranges of entropy are set. In the
-    paper's ablation, one group of the highest 20 % is best; this is the default.
+    cut; the number of these tokens is rounded as in :func:`topk_mask`. If entropies tie at the cut, tokens with lower
+    indices are above the cut. The group of a token is the number of cuts below the token. The paper does not say how
+    its ranges of entropy are set. In the paper's ablation, one group of the highest 20 % is best; this is the default.
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
@@ -172,7 +172,8 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Returns ESPO's epsilon (arXiv 2512.00499, eq. 8): how far a token's ratio may be from 1 before it is clipped.
+    """Returns ESPO's epsilon (arXiv 2512.00499, eq. 8): how far a token's ratio may be from 1 before the ratio is
+    clipped.
 
     Epsilon is ``alpha / log(vocab_size)`` times the mean entropy of the token's group within the token's sequence. So
     the ratios of a group of uncertain tokens may move further from 1. The formula in the paper divides the entropy of
@@ -242,7 +243,7 @@ def espo_terms(
 
     Args:
         logprob: ``[B, T]``, float32, bfloat16 or float16.
-        old_logprob: the same shape; a constant.
+        old_logprob: the same shape; treated as a constant.
         entropy: the same shape: the entropy of the old policy, in nats. A token with a NaN entropy is in no group.
         mask: bool, the same shape: True at the tokens of the completions.
         quantiles: as in :func:`entropy_groups`.

@@ -22,7 +22,7 @@ _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-_STEPS_AT_ONCE = 64  # new steps are stored with max_kept columns; after this many, unused columns are cut off
+_STEPS_AT_ONCE = 64  # after so many steps, unused columns of their sets are cut off
 
 
 class Recorded(NamedTuple):
@@ -48,17 +48,17 @@ class Recorder:
     def __init__(self, max_kept: int) -> None:
         self._max_kept = max_kept
         self._temperature = 1.0
-        self._scores: Tensor | None = None  # the scores of the last step, until its token is drawn
-        self._whole: list[Tensor] = []  # each step, float32 [rows]: logsumexp over the vocabulary
-        self._kept: list[Tensor] = []  # each step, float32 [rows]: logsumexp over the set
-        self._drawn: list[Tensor] = []  # each step but the last, float32 [rows]: the drawn token's score
-        self._sizes: list[Tensor] = []  # each step, int64 [rows]: the size of the set
-        self._sets: list[Tensor] = []  # each of the latest steps, int32 [rows, max_kept]: the sets
+        self._scores: Tensor | None = None  # the scores of the current step, until its token is drawn
+        self._whole: list[Tensor] = []  # for each step, float32 [rows]: logsumexp over the vocabulary
+        self._kept: list[Tensor] = []  # for each step, float32 [rows]: logsumexp over the set
+        self._drawn: list[Tensor] = []  # for each finished step, float32 [rows]: the drawn token's score
+        self._sizes: list[Tensor] = []  # for each step, int64 [rows]: the size of the set
+        self._sets: list[Tensor] = []  # for each step since the last _narrow(), int32 [rows, max_kept]: the sets
         self._narrowed: list[Tensor] = []  # int32 [rows, steps, width]: the sets of all earlier steps
 
     def around(self, processors: list[Any]) -> list[Any]:
-        """Puts the recorder at both ends of a generation's list of processors. Refuses processors with effects that the
-        record cannot hold.
+        """Inserts the recorder's processors at both ends of ``processors``, the list for one generation. Refuses
+        processors whose effects cannot be recorded.
         """
         self._temperature, others = 1.0, []
         for processor in processors:
@@ -86,7 +86,7 @@ class Recorder:
         self._scores = scores = scores.float()
         self._sizes.append((scores > -torch.inf).sum(1))
         highest = scores.topk(min(self._max_kept, scores.shape[1]), dim=1)
-        self._kept.append(highest.values.logsumexp(1))  # over the whole set: recorded() refuses larger sets
+        self._kept.append(highest.values.logsumexp(1))  # over the whole set: recorded() refuses sets above max_kept
         self._sets.append(highest.indices.int().masked_fill(highest.values == -torch.inf, NO_TOKEN))
         if len(self._sets) == _STEPS_AT_ONCE:
             self._narrow()
@@ -97,7 +97,9 @@ class Recorder:
         self._drawn.append(self._scores.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
     def _narrow(self) -> None:
-        """Cuts off the columns that no row of the latest steps needs. This causes a host sync."""
+        """Cuts off the columns that no row of ``_sets`` needs, and appends the result to ``_narrowed``. This causes a
+        host sync.
+        """
         sets = torch.stack(self._sets, dim=1)
         width = int(torch.stack(self._sizes[-len(self._sets) :]).amax())
         self._narrowed.append(sets[:, :, :width].clone())
@@ -149,12 +151,11 @@ def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
 
     Args:
         model: a transformers model. Call its ``generate`` once in the block, with sampling.
-        max_kept: the largest number of tokens that a token may be drawn from; :meth:`Recorder.recorded` refuses larger
-            sets.
+        max_kept: the maximum number of tokens in a set; :meth:`Recorder.recorded` refuses larger sets.
 
     Raises:
-        ValueError: raised in ``generate``, if a processor changes scores, except for a temperature or by dropping
-            tokens.
+        ValueError: raised by ``generate`` if a processor changes scores in another way than by a temperature or by
+            dropping tokens.
 
     Example:
         >>> import torch, d3s_kernels as d3s

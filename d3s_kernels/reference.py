@@ -1,9 +1,9 @@
-"""The meaning of every op, in plain PyTorch and float64.
+"""A reference implementation of the public functions, in plain PyTorch and float64.
 
-Each function has the name, the arguments and the results of the public function. Only process groups and
-``weight_grad_into``, the destination of a gradient, are missing. The code is written to be read: it loops over rows and
-segments, and has no kernels and no argument checks. The tests compare the library with these functions. The code here
-shows what an op does with ties, NaN, masks and empty segments.
+Each function has the name, the arguments and the results of a public function of ``d3s_kernels``. Only process groups
+and ``weight_grad_into``, the destination of a gradient, are missing. The code is written to be read: it loops over rows
+and segments, and has no kernels and no argument checks. The tests compare the library with these functions. The code
+here also defines how ops treat ties, NaN, masks and empty segments.
 
 Logits are reduced in float64. The results are float64 (the ops return float32), and autograd can differentiate them.
 Scores are float32, as in the ops, so that the same scores tie.
@@ -87,7 +87,7 @@ def logprob_entropy(
     per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     log_p = torch.log_softmax(read.double() / per_row, -1)
     logprob = log_p.gather(-1, targets).squeeze(-1)
-    finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 log 0 is 0, and so is its gradient
+    finite = log_p.masked_fill(log_p == -math.inf, 0)  # so 0 log 0 and its gradient are 0
     row_entropy = -(log_p.exp() * finite).sum(-1)
     if sampling_mask is not None:
         exceeded = max_dense_rows is not None and int((dense & mask).sum()) > max_dense_rows
@@ -99,15 +99,15 @@ def logprob_entropy(
 
 
 def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
-    """Sets the results of some rows to NaN. In these rows the gradient of every logit is NaN too, whether the token is
-    kept or not.
+    """Sets the results of the rows that ``rows`` marks to NaN. In these rows, the gradients of all logits become NaN
+    too, also for dropped tokens.
     """
     factor = torch.zeros_like(results).masked_fill(rows, math.nan)
     return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
 
 
 def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> Tensor:
-    """The mask of each row's kept tokens."""
+    """Returns the mask of each row's kept tokens."""
     kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     spans = pairwise(sampling_mask.offsets.tolist())
     for row, label, (begin, end) in zip(kept.view(-1, kept.shape[-1]), labels.flatten().tolist(), spans, strict=True):
@@ -140,8 +140,9 @@ def linear_logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Returns logprob_entropy of the logits hidden @ weight.T + bias.
 
-    `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. All results are NaN if more than
-    `max_rows` rows are unmasked; all gradients are NaN if more than `max_grad_rows` rows have a gradient.
+    `logits_dtype` and `workspace_bytes` have no effect here: in the library, they change only rounding and memory. All
+    results are NaN if more than `max_rows` rows are unmasked; all gradients are NaN if more than `max_grad_rows` rows
+    have a gradient.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
     options: dict[str, Any] = {"sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
@@ -158,7 +159,7 @@ def linear_logprob_entropy(
             exceeded.append(int((with_gradient if mask is None else with_gradient & mask).sum()) > max_grad_rows)
 
         results.register_hook(count)  # type: ignore[no-untyped-call]
-        # All other gradients follow from the gradient of the logits, and become NaN with it.
+        # All other gradients are computed from the gradient of the logits, so they become NaN too.
         logits.register_hook(lambda grad: grad * math.nan if any(exceeded) else grad)  # type: ignore[no-untyped-call]
     logprob, row_entropy = results
     return logprob, row_entropy
@@ -184,7 +185,7 @@ def topk_mask(
     max_segment: int | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """Marks the k highest usable scores of each segment; ties go to the lowest index."""
+    """Marks the k highest scores of each segment that are neither masked nor NaN; ties go to the lowest index."""
     flat, usable = scores.flatten(), _usable(scores, mask)
     return _in_each(_segments(scores, offsets), _highest, flat, usable, k, ratio, drop_zeros).view(scores.shape)
 
@@ -247,7 +248,7 @@ def select_tokens_from_logits(
     sampling_mask: SamplingMask | None = None,
     max_dense_rows: int | None = None,
 ) -> TokenSelection:
-    """select_tokens with the entropy of the logits. Masked rows are not read; their entropy is 0."""
+    """Computes the entropies of the logits, and calls select_tokens. Masked rows are not read; their entropy is 0."""
     options: dict[str, Any] = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
     row_entropy = entropy(logits.detach(), temperature=temperature, **options).float()
     return select_tokens(row_entropy, advantages, ratio, mask=mask, offsets=offsets, scope=scope, drop_zeros=drop_zeros)
@@ -266,7 +267,9 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Positive normal floats. All bit patterns are equally likely, so that the k highest scores are a random subset."""
+    """Draws positive normal floats. All their bit patterns are equally likely, so that the k highest scores are a
+    random subset.
+    """
     bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
     return bits.view(torch.float32)
 
@@ -284,8 +287,8 @@ def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> Tok
 
 
 def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> Tensor:
-    """Expands advantages (per token, per sequence or 0-d) to one for each token. A shape that fits tokens and sequences
-    is taken as per token.
+    """Expands advantages (per token, per sequence or 0-d) to one advantage for each token. A shape that fits both
+    tokens and sequences is taken as per token.
     """
     if advantages.dim() == 0 or advantages.shape == entropy.shape:
         return advantages.expand_as(entropy)
@@ -295,7 +298,9 @@ def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> T
 
 
 def _usable(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Flat mask: False for masked and NaN scores, which are never chosen and do not count."""
+    """Returns a flat mask that is False for masked scores and for NaN. Such scores are never chosen, and are not
+    counted when a ratio is applied.
+    """
     usable = ~scores.isnan()
     return (usable if mask is None else usable & mask).flatten()
 
@@ -307,11 +312,12 @@ def _highest(
     ratio: float | Tensor | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """Marks the k highest usable scores. Without k, marks the share `ratio` of the usable scores, rounded up, at least
-    1.
+    """Marks the k highest usable scores. Without k, marks the share `ratio` of the usable scores; their number is
+    rounded up, and at least 1.
 
     The product of the ratio and the number of scores is reduced by 4 rounding steps of the ratio's dtype. So the
-    rounding of the ratio cannot push the product past a whole number: 0.07 of 100 is 7 although 0.07 * 100 > 7.
+    rounding of the ratio cannot push the product past a whole number: 0.07 of 100 is 7, although 0.07 * 100 > 7 in
+    floating point.
     """
     candidates = usable.nonzero().flatten()
     if k is None:
@@ -320,7 +326,7 @@ def _highest(
         k = max(1, math.ceil(float(ratio) * len(candidates) * (1 - slack)))
     order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their indices
     kept = candidates[order[: int(k)]]
-    if drop_zeros:  # zeros count in k before they are dropped
+    if drop_zeros:  # zeros are counted in k, and then dropped
         kept = kept[scores[kept] != 0]
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
@@ -331,7 +337,8 @@ def _highest(
 def group_advantages(
     rewards: Tensor, *, offsets: Tensor | None = None, scale: str = "group", eps: float = 1e-4, ddof: int = 1
 ) -> Tensor:
-    """(R - group mean) / (std + eps), with the std of the group or of the whole batch; scale="none" does not divide.
+    """Returns (R - group mean) / (std + eps), with the std of the group or of the whole batch; scale="none" does not
+    divide.
 
     A NaN reward is left out of mean and std, and its advantage is 0. All advantages are 0 in a group whose rewards are
     equal up to rounding.
@@ -341,7 +348,7 @@ def group_advantages(
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
         scored = group[~group.isnan()]
-        centred = group - scored.mean()  # not nanmean(), with which inf - inf may become 0
+        centred = group - scored.mean()  # not nanmean(): with it, inf - inf may become 0
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
         nothing = group.isnan() | (centred == 0)  # a reward equal to the mean has advantage 0, even if the divisor is 0
@@ -369,8 +376,8 @@ def _std(values: Tensor, ddof: int) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """One rounding step in half precision; about eight rounding steps in float32 and float64. Integers are converted to
-    one of these dtypes exactly.
+    """Returns the relative tolerance for equal rewards: one rounding step in half precision, about eight rounding steps
+    in float32 and float64. Integers are converted to one of these dtypes without rounding.
     """
     if dtype in (torch.bfloat16, torch.float16):
         return torch.finfo(dtype).eps
@@ -389,7 +396,9 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Marks the `keep` values of each segment with the largest variance, or all usable values if there are fewer."""
+    """Marks the `keep` values of each segment whose variance is the largest of all such subsets; all usable values if
+    there are fewer.
+    """
     return select_rollouts(values, keep, offsets=offsets, scope="group", mask=mask)
 
 
@@ -406,8 +415,8 @@ def select_rollouts(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks `keep` rollouts of each group by the rule. If groups are pooled, marks `keep` times the number of groups
-    from the pool.
+    """Marks `keep` rollouts of each group by the rule. If groups are pooled, marks `keep * groups` rollouts of the
+    pool.
     """
     if rule not in ROLLOUT_RULES:
         raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
@@ -425,14 +434,14 @@ def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -
     """Marks the k values with the largest variance. They are the i lowest and the k - i highest values for some i in
     0..k (PODS, Lemma 3.1), so all i are tried.
 
-    With rewards of 0 and 1, the variances of many i are equal, up to the relative difference ``equal``. Then the
-    largest i wins, so that the fewest of the highest values are marked.
+    With rewards of 0 and 1, many i give the same variance. Variances count as equal if they differ from the largest by
+    at most the share ``equal``. Of these i, the largest is taken, so that the fewest of the highest values are marked.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
         kept = kept[values[kept].argsort(stable=True)]  # by value, then by index; -0 equals 0
-        shifted = values[kept] - values[kept[n // 2]]  # against cancellation of large values with small differences
+        shifted = values[kept] - values[kept[n // 2]]  # avoids cancellation where large values differ little
         sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
         square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
         spread = k * (square_low + square_high) - (sum_low + sum_high) ** 2  # k^2 times the variance, for i = 0..k
@@ -442,13 +451,13 @@ def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -
 
 
 def _first_sums(values: Tensor, k: int) -> Tensor:
-    """The sums of the first 0, 1, ... k values."""
+    """Returns the sums of the first 0, 1, ... k values."""
     return torch.cat([values.new_zeros(1), values[:k].cumsum(0)])
 
 
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """Marks k of the n usable values. In the sorted order, their ranks are nearest to (i + 0.5) / k * (n - 1), half
-    rounded down, for all i from 0 to k - 1.
+    """Marks k of the n usable values. For each i from 0 to k - 1, this is the value whose rank in sorted order is
+    nearest to (i + 0.5) / k * (n - 1), half rounded down.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
@@ -491,8 +500,8 @@ def importance_ratio(
 
 
 class _BoundedRatio(torch.autograd.Function):
-    """exp(x) with x clamped to bounds; the derivative is 0 outside the bounds. If the incoming gradient is 0, the
-    gradient is 0: the chain rule alone would give NaN if exp(x) is infinite.
+    """Computes exp(x) with x clamped to bounds; the derivative is 0 outside the bounds. If the incoming gradient is 0,
+    the gradient is 0: the chain rule alone would give NaN if exp(x) is infinite.
     """
 
     @staticmethod
@@ -548,13 +557,15 @@ def adaptive_clip(
 
 
 def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-    """Flat mask of the unmasked tokens that are in a group."""
+    """Returns the flat mask of the unmasked tokens that are in a group."""
     present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     return (present if groups is None else present & (groups >= 0)).flatten()
 
 
 def _group_means(values: Tensor, present: Tensor, groups: Tensor | None, segments: list[tuple[int, int]]) -> Tensor:
-    """Mean of `values` over each token's group or sequence. Tokens that are not `present` are left out and get 0."""
+    """Returns, for each token, the mean of `values` over its group or sequence. Tokens that are not `present` are left
+    out and get 0.
+    """
     group = torch.zeros_like(values) if groups is None else groups.flatten()
     means = torch.zeros_like(values)
     for begin, end in segments:
@@ -569,7 +580,7 @@ def _group_means(values: Tensor, present: Tensor, groups: Tensor | None, segment
 
 
 def _segments(values: Tensor, offsets: Tensor | None) -> list[tuple[int, int]]:
-    """(begin, end) of each segment in the flat tensor: from the offsets; without them, each row is a segment."""
+    """Returns (begin, end) of each segment in the flat tensor. Without offsets, each row is a segment."""
     if offsets is not None:
         return list(pairwise(offsets.tolist()))
     length = values.shape[-1]
@@ -579,7 +590,7 @@ def _segments(values: Tensor, offsets: Tensor | None) -> list[tuple[int, int]]:
 def _in_each(
     segments: list[tuple[int, int]], choose: Callable[..., Tensor], values: Tensor, usable: Tensor, *options: Any
 ) -> Tensor:
-    """The flat mask of the values that `choose` marks in each segment."""
+    """Returns the flat mask of the values that `choose` marks in each segment."""
     chosen = torch.zeros_like(usable)
     for begin, end in segments:
         chosen[begin:end] = choose(values[begin:end], usable[begin:end], *options)

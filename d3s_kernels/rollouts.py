@@ -39,7 +39,7 @@ def group_advantages(
     placement: Literal["whole", "global"] = "whole",
     max_rollouts: int | None = None,
 ) -> Tensor:
-    """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
+    """Computes GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
     A NaN reward (a rollout that could not be scored) is left out of all statistics and has advantage 0. All advantages
     are 0 in a group of one, and in a group whose rewards are equal except for rounding (see
@@ -101,7 +101,7 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
 
     Sums of the same terms may differ in their last bits if the terms are added in another order. In float32, even the
     standard deviation of equal values may be above 0. If rewards are divided by such a standard deviation, rounding
-    errors become advantages. So the rewards of a group count as equal where
+    errors become advantages. So the rewards of a group count as equal if
     ``max - min <= tolerance * max(1, largest |reward|)``. Rewards that are not finite are left out.
 
     Args:
@@ -135,7 +135,7 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
     require_number(tolerance=tolerance)
     if not tolerance >= 0:
         raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
-    # The op behind usable() takes no float64. x - x is 0 if x is finite, else NaN.
+    # The op in usable() takes no float64, so it gets x - x, which is 0 if x is finite, else NaN.
     finite = usable((rewards - rewards).float(), None, offsets).flatten()
     groups = segments_of(rewards, offsets)
     same = groups.without_ends(segments_without_spread(rewards.flatten().double(), finite, groups, tolerance))
@@ -157,7 +157,7 @@ def max_variance_select(
 
     The best subset consists of the i lowest and the ``keep - i`` highest values for some i (PODS, arXiv 2504.13818,
     Lemma 3.1); all i are tried. Values are ordered by (value, index). If the variances of several subsets are equal, up
-    to a relative difference of 1e-12, the subset with the fewest of the highest values is kept.
+    to a relative difference of 1e-12, the subset that contains the fewest of the highest values is kept.
 
     Across ranks, values are gathered once. Nothing is sent if each segment is whole on one rank.
 
@@ -229,8 +229,8 @@ def select_rollouts(
     are nearest to ``(i + 0.5) / k * (n - 1)`` are kept; half is rounded down. These k ranks are all different.
 
     Across ranks, advantages are gathered once. Nothing is sent if ``scope`` is "group" and each group is whole on one
-    rank. Scope "batch" keeps ``keep`` times the number of groups on all ranks. The numbers kept on each rank usually
-    differ. For equal numbers, either pass ``equal_rows=True``, or move kept rows with
+    rank. Scope "batch" keeps ``keep`` times the number of groups on all ranks. The ranks usually keep different numbers
+    of rollouts. For equal numbers, either pass ``equal_rows=True``, or move kept rows with
     :func:`d3s_kernels.distributed.plan_rows`.
 
     With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. The numbers of lowest and

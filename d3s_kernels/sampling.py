@@ -1,4 +1,5 @@
-"""Sampling masks: for each row, the tokens that the sampler could have drawn, after top-k, top-p or min-p.
+"""Sampling masks. For each row, a sampling mask holds the tokens that the sampler could have drawn after top-k, top-p
+or min-p.
 
 ``sampling_rules.py`` makes sampling masks from logits.
 """
@@ -24,19 +25,19 @@ _MOST = 2**31 - 1  # the highest possible id
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class SamplingMask:
-    """For each row, the tokens of the vocabulary that were kept when the row's token was sampled.
+    """A list of token ids for each row: the tokens of the vocabulary that were kept when the row's token was sampled.
 
-    The ids of all rows lie one after the other: row ``i`` has the span ``token_ids[offsets[i]:offsets[i + 1]]``, in any
-    order, with each id once. Ids after ``offsets[-1]`` are padding and belong to no row. Such padding makes it possible
-    to select rows without a host sync. **An empty span means the whole vocabulary.** If a row does not count (such as a
-    padding token), mask it with the ops' ``mask=``.
+    The ids of all rows are concatenated: row ``i`` has the span ``token_ids[offsets[i]:offsets[i + 1]]``, in any order,
+    with each id once. Ids after ``offsets[-1]`` are padding and belong to no row. Such padding makes it possible to
+    select rows without a host sync. **An empty span means the whole vocabulary.** To leave out a row (such as the row
+    of a padding token), use the ops' ``mask=``.
 
-    The values are checked if the host can read them: on a CPU, and with ``D3S_KERNELS_CHECK=1``.
+    The values are checked if the host can read them: on a CPU, or with ``D3S_KERNELS_CHECK=1``.
 
     Attributes:
         token_ids: int32 ``[n]``, ids of the whole vocabulary.
-        offsets: int32 or int64 ``[rows + 1]``; the first is 0, no offset is smaller than the one before it, and the
-            last is at most ``n``.
+        offsets: int32 or int64 ``[rows + 1]``; the first offset is 0, no offset is smaller than the previous offset,
+            and the last is at most ``n``.
 
     Raises:
         ValueError, TypeError: a wrong shape or dtype, offsets that decrease or point past the ids.
@@ -164,8 +165,8 @@ class SamplingMask:
         Args:
             rows: int64 or int32 ``[n]`` on the mask's device; or a list, whose copy to a GPU causes a host sync.
             capacity: on a GPU, the number of ids to allocate. None means as many ids as this mask has, which is enough
-                if no row is selected twice. If the selected rows have more ids, the new offsets decrease, and the ops
-                give NaN in all rows.
+                if no row is selected twice. If the selected rows have more ids than ``capacity``, the new mask is
+                invalid: its offsets decrease, and the ops return NaN for all rows.
         """
         if not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
@@ -194,26 +195,26 @@ class SamplingMask:
         return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
 
     def _valid(self) -> Tensor:
-        """Whether the offsets are valid, as a 0-d tensor. On a GPU, a mask may have invalid offsets; a mask that is
-        made from it then has decreasing offsets.
+        """Returns a 0-d bool tensor: whether the offsets are valid. On a GPU, a mask may have invalid offsets. If a new
+        mask is made from such a mask, the offsets of the new mask decrease.
         """
         offsets = self.offsets
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
-        """A copy on another device. ``non_blocking`` has no effect for a copy to the CPU, since the values are then
-        checked.
+        """Returns a copy on another device. ``non_blocking`` has no effect for a copy to the CPU, since the host checks
+        the copied values.
         """
         non_blocking &= torch.device(device).type != "cpu"
         ids, offsets = (part.to(device, non_blocking=non_blocking) for part in (self.token_ids, self.offsets))
         return SamplingMask(ids, offsets)
 
     def pin_memory(self) -> SamplingMask:
-        """A copy in pinned memory, for ``to(device, non_blocking=True)`` without a host sync."""
+        """Returns a copy in pinned memory, from which ``to(device, non_blocking=True)`` needs no host sync."""
         return SamplingMask(self.token_ids.pin_memory(), self.offsets.pin_memory())
 
     def to_lists(self) -> list[list[int]]:
-        """The ids of each row. On a GPU, this causes a host sync."""
+        """Returns the ids of each row. On a GPU, this causes a host sync."""
         if not self._valid():
             raise ValueError("offsets: got some that decrease: a choice of rows had more ids than its capacity")
         ids, offsets = self.token_ids.tolist(), self.offsets.tolist()
@@ -227,7 +228,7 @@ LabelOutside = Literal["nan", "include"]
 
 
 class SamplingOptions(NamedTuple):
-    """The arguments of a public function for sampling masks. They are not checked yet."""
+    """A public function's arguments that belong to sampling masks, before any check."""
 
     sampling_mask: SamplingMask | None
     label_outside: LabelOutside
@@ -237,7 +238,7 @@ class SamplingOptions(NamedTuple):
         return op_arguments(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
 
     def values(self) -> dict[str, Any]:
-        """All values, with the names that error messages use for them."""
+        """Returns all values by name. The names are for error messages."""
         mask = self.sampling_mask
         tensors = {"sampling_mask": mask and mask.token_ids, "the offsets of sampling_mask": mask and mask.offsets}
         return tensors | {"label_outside": self.label_outside, "max_dense_rows": self.max_dense_rows}

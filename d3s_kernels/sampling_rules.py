@@ -1,4 +1,4 @@
-"""Sampling masks from logits by top-k, top-p and min-p, for loops that sample without an inference engine."""
+"""Makes sampling masks from logits by top-k, top-p and min-p, for loops that sample without an inference engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sampling import SamplingMask, known, offsets_of
 
 _ORDERS = {"transformers": ("top_k", "top_p", "min_p"), "vllm": ("min_p", "top_k", "top_p")}
 _LOGITS_AT_ONCE = 1 << 25  # limits memory: the rules take about 40 bytes for each logit
-_UNIT = 2.0**40  # probabilities are summed as multiples of 1 / _UNIT, so that sums do not depend on the order
+_UNIT = 2.0**40  # probabilities are summed as integer multiples of 1 / _UNIT, so sums do not depend on the order
 
 
 def sampling_mask_from_logits(
@@ -27,8 +27,8 @@ def sampling_mask_from_logits(
     order: str = "transformers",
     max_kept: int = 4096,
 ) -> SamplingMask:
-    """Returns the tokens that top-k, top-p and min-p keep, for loops that sample from logits without an inference
-    engine.
+    """Returns the sampling mask of the tokens that top-k, top-p and min-p keep, for loops that sample from logits
+    without an inference engine.
 
     Pass only the logits that are sampled from. If sets are recomputed from a trainer's logits, they differ from the
     sampler's sets, because the logits differ.
@@ -46,7 +46,7 @@ def sampling_mask_from_logits(
         min_p: in [0, 1]; None keeps all.
         temperature: in [1e-15, 1e15]; the logits are divided by it first.
         order: the order of the rules. "transformers" is top-k, top-p, min-p; "vllm" is min-p, top-k, top-p.
-        max_kept: the largest number of tokens that a row may keep. On a CPU, a row that keeps more is an error. On a
+        max_kept: the maximum number of tokens that a row may keep. On a CPU, a row that keeps more is an error. On a
             GPU there is no host sync: memory is allocated for ``max_kept`` ids of each row, and a row that keeps more
             has NaN results.
 
@@ -108,7 +108,7 @@ def _top_k(scores: Tensor, top_k: int) -> Tensor:
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
     down = scores.sort(dim=1, descending=True, stable=True)
-    # `left`: for each token, the probability of this token and all tokens after it.
+    # `left`: for each token in this order, the probability of the token and all tokens after it.
     shares = (down.values.double().softmax(1) * _UNIT).round().long()
     left = shares.flip(1).cumsum(1).flip(1)
     kept = left.float() > left[:, :1].float() * (1 - top_p)
@@ -126,7 +126,8 @@ _RULES: dict[str, Callable[[Tensor, Any], Tensor]] = {"top_k": _top_k, "top_p": 
 
 def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
     """Converts bools ``[rows, V]`` to a sampling mask. Refuses bad rows and rows that keep more than ``max_kept``. If
-    the host cannot read the values without waiting, such a row gets only the id -1 instead, for which the ops give NaN.
+    the host cannot read the values without waiting, such a row is not refused. Instead, its only id is -1, for which
+    the ops return NaN.
     """
     lengths = kept.sum(1)
     many = lengths > max_kept

@@ -1,4 +1,4 @@
-"""D3S's down-sampling schedule: few rollouts and tokens first, more as training goes on."""
+"""D3S's down-sampling schedule: training starts with few rollouts and tokens, and uses more and more of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Budget(NamedTuple):
 
 
 class DownSamplingSchedule:
-    """Computes the budget at a point of training, between ``start`` and ``end``.
+    """A function from the progress of training to the budget, which changes from ``start`` to ``end``.
 
     ``linear`` is the paper's shape (arXiv 2509.22115): ``(1 - p) start + p end`` at progress p. The defaults of
     ``start`` and ``end`` are from the paper. ``cosine`` starts and ends slowly; ``exponential`` grows by equal factors.
@@ -56,7 +56,7 @@ class DownSamplingSchedule:
         self.start, self.end, self.shape = Budget(*start), Budget(*end), shape
 
     def __call__(self, progress: float) -> Budget:
-        """The budget at ``progress``, the share of training that is done."""
+        """Returns the budget at ``progress``, the share of training that is done."""
         if not 0 <= progress <= 1:
             raise ValueError(f"progress: got {progress}; takes a number in [0, 1]")
         rollouts, token_ratio = (

@@ -1,4 +1,4 @@
-"""The choice of rollouts and tokens as one object with one set of options, for authors of trainers."""
+"""One object that chooses rollouts and tokens, with one set of options, for authors of trainers."""
 
 from __future__ import annotations
 
@@ -105,20 +105,20 @@ class Selection:
         return cls.from_mapping(values, PREFIX), rest
 
     def schedule(self, group_size: int) -> DownSamplingSchedule:
-        """The schedule for groups of this size. The budgets at both ends are numbers of rollouts, not shares."""
+        """Returns the schedule for groups of this size. Its budgets have numbers of rollouts, not shares."""
         options = self.options
         start = options.rollouts_start, options.token_ratio_start
         return _schedule(start, (options.rollouts_end, options.token_ratio_end), options.schedule_shape, group_size)
 
     def budget(self, progress: float, group_size: int) -> Budget:
-        """The budget at ``progress``, the share of training that is done. Its number of rollouts is between 2 and
-        ``group_size``.
+        """Returns the budget at ``progress``, the share of training that is done. The budget's number of rollouts is
+        between 2 and ``group_size``.
         """
         return self.schedule(group_size)(progress)
 
     def number_of_rollouts(self, progress: float, groups: int, n: int, multiple_of: int = 1) -> tuple[int, int]:
-        """Returns two numbers for ``groups`` groups of ``n`` rollouts: how many rollouts the budget asks for, and how
-        many :meth:`rollouts` keeps if all advantages are finite.
+        """Returns two totals over ``groups`` groups of ``n`` rollouts: the number of rollouts that the budget asks for,
+        and the number that :meth:`rollouts` keeps if all advantages are finite.
         """
         asked = self.budget(progress, n).rollouts * groups
         return asked, rounded(asked, groups * n, multiple_of)
@@ -136,22 +136,22 @@ class Selection:
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
-        """Marks the rollouts to train on: :func:`d3s_kernels.selection.choose_rollouts` with the options' rule and
-        scope, and the budget's number of rollouts.
+        """Marks the rollouts to train on, by :func:`d3s_kernels.selection.choose_rollouts` with the rule and scope of
+        the options and the number of rollouts of the budget.
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
                 never kept.
             progress: the share of training that is done, in [0, 1].
-            groups: the group of each of N rollouts, as labels or as an integer tensor. Rollouts with equal labels are a
+            groups: a label for each of the N rollouts, or an integer tensor ``[N]``. Rollouts with equal labels form a
                 group. Rollouts may be in any order, and groups may have any size.
             group_size: the group size for options that are a share of the group; by default the size of the largest
                 group. Pass it if rollouts may be missing from groups.
             has_tokens: bool, the shape of ``advantages``: whether the rollout has a token in the loss. A rollout
                 without such a token (for example, a truncated rollout) teaches nothing: its advantage is replaced by 0,
                 or with the rule "highest" by a value below all others.
-            multiple_of: the number of kept rollouts is rounded up to a multiple of this, or down if there are too few
-                rollouts.
+            multiple_of: the number of kept rollouts is rounded up to a multiple of ``multiple_of``, or down if there
+                are too few rollouts.
             ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
                 them: see :func:`d3s_kernels.selection.choose_rollouts`.
             generator: for the rule "random": a generator on the device of ``advantages``. If several ranks make the
@@ -208,16 +208,16 @@ class Selection:
         scale: Scale = "group",
         without_spread: Tensor | None = None,
     ) -> Tensor:
-        """Returns the advantages to train with: unchanged; or, if ``advantages_from`` is "kept", normalised again over
-        the kept rollouts of each group (PODS).
+        """Returns the advantages to train with. If the option ``advantages_from`` is "all", they are unchanged. If it
+        is "kept", they are normalised again over the kept rollouts of each group (PODS).
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``.
             kept: bool, the same shape.
             groups: as in :meth:`rollouts`.
-            scale: the trainer's ``scale``. "group" divides by the standard deviation of the group's kept rollouts.
-                "batch" and "none" do not divide here: with "batch" the trainer has already divided, and with "none" it
-                never divides.
+            scale: the ``scale`` with which the trainer computed ``advantages``. "group" divides by the standard
+                deviation of the group's kept rollouts. "batch" and "none" do not divide here: with "batch" the trainer
+                has already divided, and with "none" it never divides.
             without_spread: bool ``[groups]``: whether all rewards of a group are equal. The advantages of such a group
                 are only rounding errors, which a division would enlarge. By default these groups are determined from
                 the advantages.
@@ -249,8 +249,8 @@ class Selection:
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> TrustedTokens:
         """Returns the tokens that ``off_policy_rule`` keeps, by :func:`d3s_kernels.trusted_tokens` with the options'
-        rule and bounds. If the rule is "none", all tokens of the mask are kept, with weight 1; the count is then the
-        number of tokens on this rank, and log-probabilities are needed only without a mask.
+        rule and bounds. If the rule is "none", all tokens of the mask are kept with weight 1, and the count is the
+        number of kept tokens on this rank only. Log-probabilities are then needed only if there is no mask.
 
         Call this before the update. Pass the ``mask`` of the result to the LM head, so that all other tokens cost
         nothing. Pass the whole result to :meth:`tokens`. Multiply each token's loss by the token's ``weight``.
@@ -309,11 +309,12 @@ class Selection:
     def denominator(
         self, tokens: TokenSelection, mask: Tensor, *, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> Tensor:
-        """The denominator for a sum over the kept tokens: the number of kept tokens, or the number of all tokens of the
-        mask, as the option ``loss_denominator`` says. int64, 0-d, at least 1.
+        """Returns the denominator for a sum over the kept tokens: int64, 0-d, at least 1. If the option
+        ``loss_denominator`` is "kept", this is the number of kept tokens; if it is "all", the number of all tokens of
+        the mask.
 
-        With ``process_group``, the number is summed over the ranks; each rank sends one number. A trainer that averages
-        gradients over the ranks must then multiply the loss by the number of ranks.
+        With ``process_group``, the denominator is summed over the ranks; each rank sends one value. A trainer that
+        averages gradients over the ranks must then multiply the loss by the number of ranks.
         """
         number = (tokens.mask if self.options.loss_denominator == "kept" else mask).sum()
         if process_group is not None:
@@ -343,10 +344,10 @@ def choose_rollouts(
     """Marks ``keep`` rollouts for each group, and further rollouts until the total is a multiple of ``multiple_of``.
 
     With scope "batch", the total is chosen from the pool of all groups. With scope "group", all groups keep the same
-    number of rollouts (or all of theirs, if they have fewer): the largest number that the total allows. Some groups
-    keep one rollout more, until the total is reached. These are the groups whose kept rollouts, with the additional
-    rollout, have the largest variance, because D3S and PODS maximise the variance; with the rule "random" these groups
-    are drawn. Variances that differ only by rounding tie, and ties go to the earlier group.
+    number of rollouts, the largest number that the total allows. (A group with fewer rollouts keeps all of them.) Then
+    some groups keep one rollout more, until the total is reached. These are the groups whose kept rollouts, with the
+    additional rollout, have the largest variance, because D3S and PODS maximise the variance. With the rule "random",
+    these groups are drawn at random. Variances that differ only by rounding tie, and ties go to the earlier group.
 
     Args:
         advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite advantages are
@@ -354,10 +355,10 @@ def choose_rollouts(
             kept rollouts is right only if all advantages are finite. With ``groups``, the host counts them.
         keep: at least 1. Groups with fewer rollouts keep all of them.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
-        groups: the group of each of N rollouts, as labels or as an integer tensor. Rollouts with equal labels are a
+        groups: a label for each of the N rollouts, or an integer tensor ``[N]``. Rollouts with equal labels form a
             group. Rollouts may be in any order, and groups may have any size.
-        multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of this, or down if too few
-            rollouts have a finite advantage.
+        multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``, or down if
+            too few rollouts have a finite advantage.
         ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
             them, so that no rollout has to move to another rank. With scope "group", if no group lies on two ranks,
             each rank chooses from its own groups. In all other cases, the rule "max_variance" nearly maximises the
@@ -444,7 +445,9 @@ def choose_rollouts(
 
 
 def _without_tokens_last(advantages: Tensor, has_tokens: Tensor, rule: RolloutRule) -> Tensor:
-    """Replaces advantages of rollouts without a token by 0, or with rule "highest" by a value below all others."""
+    """Replaces the advantages of rollouts without a token in the loss: by 0, or with rule "highest" by a value below
+    all others.
+    """
     finite, others = advantages.isfinite(), advantages.new_zeros(())
     if rule == "highest" and advantages.numel():
         lowest = torch.where(finite, advantages, 0.0).amin()  # non-finite advantages count as 0 here
@@ -463,7 +466,7 @@ def rounded(asked: int, usable: int, multiple: int) -> int:
 
 
 def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
-    """Returns labels as plain values: as dict keys, tensors with equal values would be different."""
+    """Returns the labels as plain values, since tensors with equal values would be different keys of a dict."""
     if isinstance(groups, Tensor):
         return list(groups.tolist())
     return [label.item() if isinstance(label, Tensor) else label for label in groups]
@@ -475,7 +478,7 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
 
     Args:
         values: float ``[N]``.
-        groups: the group of each value, as labels or as an integer tensor. Values with equal labels are a group.
+        groups: a label for each value, or an integer tensor ``[N]``. Values with equal labels form a group.
 
     Returns:
         ``(table, places)``. The table is ``[groups, n]``: a row for each group, in order of first appearance, padded

@@ -80,7 +80,7 @@ def option(default: Any, help: str, takes: Takes) -> Any:
 
 def _accepted(kind: Any) -> Iterator[tuple[str, Takes]]:
     """Yields the name and the accepted values of each option of a dataclass or its instance; other fields are skipped.
-    The base classes are searched too, since a subclass may declare an option again only to change its default.
+    A subclass may declare an option again just to change its default, so its help text may be in a base class.
     """
     bases = (kind if isinstance(kind, type) else type(kind)).__mro__
     for each in dataclasses.fields(kind):
@@ -242,6 +242,6 @@ def rollouts_of(given: float, group_size: int) -> int:
         >>> rollouts_of(0.25, 8), rollouts_of(0.25, 10), rollouts_of(12, 8), rollouts_of(1, 8)
         (2, 3, 8, 8)
     """
-    # Computed with the decimal that the user wrote: in binary, 0.29 * 50 is below 14.5.
+    # A share is taken as the decimal number that the user wrote: with binary floats, 0.29 * 50 is below 14.5.
     asked = given if given > 1 else (Decimal(repr(given)) * group_size).to_integral_value(ROUND_HALF_UP)
     return min(max(int(asked), 2), max(group_size, 2))

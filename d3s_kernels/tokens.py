@@ -232,7 +232,7 @@ def select_tokens_from_logits(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """As :func:`select_tokens`, but the same op also computes the entropy, from ``logits``.
+    """Computes entropies from ``logits``, and selects tokens as :func:`select_tokens` does, in a single op.
 
     With a ``sampling_mask``, the entropy is over only the candidates that were kept when the token was sampled. A token
     with a single kept candidate has score 0. Such a token still counts as a token; ``drop_zeros`` leaves it out.

@@ -54,12 +54,12 @@ class Row(NamedTuple):
     """
 
     measure: Callable[[Tensor, Tensor], Tensor]
-    # The bounded quantity: the measure of a token, the sum or mean of the measure over a sequence, or its mean over the
-    # tokens with the smallest measures in all sequences.
+    # The bounded quantity: the measure of a token; the sum or the mean of the measure over a sequence; or the mean of
+    # the measure over the tokens with the smallest measures in all sequences.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
     low: float | None = None  # only for a ratio
     high: float | None = None  # None if the caller must set it
-    is_ratio: bool = False  # the measure is the logarithm of a ratio; the ratio is bounded, and is the token's weight
+    is_ratio: bool = False  # the measure is the logarithm of a ratio; this ratio is bounded and is the weight
     truncates: bool = False  # ratios are clamped to the bounds, and all tokens are kept
     drops_negative: bool = False  # only sequences with an advantage below 0 are dropped
 
@@ -69,9 +69,9 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _two_point_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The larger of KL(p, q) and KL(q, p), with all other tokens as one outcome. As in AReaL, probabilities are kept at
-    least 1e-8 away from 0 and 1: in float32 a nearly certain token has probability 1, and a divergence would be
-    infinite.
+    """Returns the larger of KL(p, q) and KL(q, p) for two outcomes: this token, and all other tokens together. As in
+    AReaL, probabilities are kept at least 1e-8 away from 0 and 1. Otherwise a divergence could be infinite, since in
+    float32 a nearly certain token has probability 1.
     """
     p, q = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (log_p, log_q))
     apart, others_apart = (p / q).log(), ((1 - p) / (1 - q)).log()
@@ -107,8 +107,8 @@ def trusted_tokens(
 ) -> TrustedTokens:
     """Keeps the tokens, or the sequences, whose probability is close to the probability they were sampled with.
 
-    Here p is a token's probability in the trained policy, q in the policy that sampled it (an inference engine, or an
-    earlier policy), and ``r = p / q``. Means and products are over the tokens of a sequence:
+    Here p is a token's probability in the trained policy, q is its probability in the policy that sampled it (an
+    inference engine, or an earlier policy), and ``r = p / q``. Means and products are over the tokens of a sequence:
 
     ==================== ================================================= ============ =============================
     ``rule``             keeps                                             low, high    source
@@ -242,8 +242,8 @@ def _per_token(advantages: Tensor | None, logprob: Tensor, segments: Segments) -
 
 
 def _smallest(squares: Tensor, high: float, ranks: Ranks | None) -> Tensor:
-    """Marks the smallest squares over all ranks: as many as have a mean below ``high``. NaN is not marked. The mean of
-    the smallest squares never decreases when the next larger square is added.
+    """Marks the smallest squares over all ranks: the largest number of squares whose mean is below ``high``. NaN is not
+    marked. The mean of the smallest squares never decreases when the next larger square is added.
     """
     if ranks is not None:
         from ._across_ranks.rollouts import gather

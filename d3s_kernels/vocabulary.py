@@ -31,7 +31,8 @@ def entropy(
         logits: ``[..., V]``, bfloat16, float16 or float32; stride 1 in the last dimension, any strides in the others.
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
             ``[...]``. No gradient is computed for it.
-        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and give 0.
+        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and have entropy
+            0.
         sampling_mask, max_dense_rows: as in :func:`logprob_entropy`.
 
     Returns:
@@ -151,7 +152,7 @@ def linear_logprob_entropy(
         hidden: ``[..., H]``, bfloat16, float16 or float32.
         weight: ``[V, H]``, the dtype of ``hidden``; or one of the two is float32.
         labels: int64 or int32 ``[...]``, one for each row (they are not shifted here); -100 means no target.
-        bias: ``[V]``, the same dtype; or some of the three are float32.
+        bias: ``[V]``, the dtype of ``hidden`` and ``weight``; or some of the three tensors are float32.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
         mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False cost nothing, and both results
