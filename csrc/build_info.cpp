@@ -1,4 +1,5 @@
-// Exposes the facts of build_facts.h as a Python module. No other file of a wheel is bound to one Python version.
+// Exposes the facts of build_facts.h as a Python module. This module is the only file of a wheel that is bound to one
+// Python version.
 #include <pybind11/pybind11.h>
 
 #include "build_facts.h"

@@ -14,8 +14,8 @@
 namespace {
 
 constexpr const char* kSchemas[] = {
-    // vocabulary: logits [..., V] -> one value for each row, computed from all tokens or from the tokens that a
-    // sampling mask keeps
+    // vocabulary: these ops compute one value for each row of logits [..., V], from all tokens or from the tokens that
+    // a sampling mask keeps.
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
     "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
@@ -24,11 +24,11 @@ constexpr const char* kSchemas[] = {
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
-    // The same ops for a tile of the vocabulary, whose first column is token first_token. softmax_state_ merges the
-    // tile into states [rows, 4]. logprob_entropy_backward_ overwrites the tile with its gradient; the op above can
-    // write the gradient to a new tensor instead. If grad_dtype is half as wide as the dtype of the logits, the
-    // gradient takes the front half of each row. softmax_state_finish also takes states [shards, rows, 4] of vocabulary
-    // shards, and merges them in order.
+    // The same ops for a tile of the vocabulary. The first column of the tile is token first_token. softmax_state_
+    // merges the tile into states [rows, 4]. logprob_entropy_backward_ overwrites the tile with its gradient;
+    // logprob_entropy_backward can write the gradient to a new tensor instead. If grad_dtype is half as wide as the
+    // dtype of the logits, the gradient fills the front half of each row. softmax_state_finish also takes states
+    // [shards, rows, 4] of vocabulary shards, and merges them in order.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
@@ -39,10 +39,10 @@ constexpr const char* kSchemas[] = {
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
     // With a sampling mask, kept_logits computes the logits of only the kept tokens. Its result is a list with one
-    // place for each id, followed by one place for each row, which is for the row's label. If the ops above get such
-    // logits, `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward computes the gradient
-    // of these logits, and the row and token of each place (row -1: no gradient). From these, the last two ops compute
-    // the gradients of hidden states and weight.
+    // place for each id, followed by one place for the label of each row. If such a list is passed to the ops above,
+    // their argument `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward computes the
+    // gradient of these logits, and the row and token of each place (row -1: no gradient). From these results,
+    // kept_hidden_grad_ and kept_weight_grad_ compute the gradients of hidden states and weight.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
     "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
@@ -55,10 +55,11 @@ constexpr const char* kSchemas[] = {
     "Tensor(a!) out) -> ()",
     "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
     "Tensor(b!)? bias_out=None) -> ()",
-    // out = hidden @ weight.T, with bfloat16 inputs and a float32 result; only on CPUs, where torch has no such product
+    // wide_product_ computes out = hidden @ weight.T, with bfloat16 inputs and a float32 result. It exists only on
+    // CPUs, where torch has no such product.
     "wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()",
 
-    // tokens: segments of scores -> masks
+    // tokens: these ops compute masks from segments of scores
     "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
     "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
     "-> Tensor",
@@ -81,13 +82,14 @@ constexpr const char* kSchemas[] = {
     "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
     "-> (Tensor mask, Tensor zeros, Tensor lowest)",
 
-    // rollouts: groups of rewards or advantages
+    // rollouts: these ops take groups of rewards or advantages
     "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
     "-> Tensor",
     "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
     "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor",
 
-    // tokens: the weights of tokens in a loss. Groups are int8; the group of a token that is in no group is below 0.
+    // tokens: these ops compute the weights of tokens in a loss. Groups are int8; the group of a token that is in no
+    // group is below 0.
     "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
     "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
     "-> (Tensor ratio)",
@@ -105,8 +107,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   for (const char* schema : kSchemas) m.def(schema);
 }
 
-// The same ops, but they only check their arguments. Kernels written in Python call these ops first, so that a wrong
-// argument gives the same message everywhere.
+// In d3s_checks, the same ops only check their arguments. Kernels written in Python call these ops first, so that a
+// wrong argument gives the same message everywhere.
 STABLE_TORCH_LIBRARY(d3s_checks, m) {
   for (const std::string schema : kSchemas) m.def((schema.substr(0, schema.find("->")) + "-> ()").c_str());
 }

@@ -6,7 +6,7 @@
 #pragma once
 
 #if defined(D3S_CUDA) && !defined(D3S_EMULATED)
-#define D3S_ON_GPU  // not defined in tests, which emulate the CUDA kernels on the CPU
+#define D3S_ON_GPU  // not defined in tests that emulate the CUDA kernels on the CPU
 #endif
 
 #if defined(D3S_ON_GPU)
@@ -46,8 +46,8 @@ using OptionalInt = std::optional<int64_t>;
 using OptionalFloat = std::optional<double>;
 
 // ---- refusing bad arguments ------------------------------------------------------------------------------------
-// Python gets std::invalid_argument as a ValueError (d3s_kernels/_dispatch/ops.py). A message names the argument, what
-// was passed, and what the argument takes.
+// In Python, std::invalid_argument becomes a ValueError (d3s_kernels/_dispatch/ops.py). A message names the argument,
+// what was passed, and what the argument takes.
 
 template <class... Parts>
 void require(bool good, const char* argument, const Parts&... parts) {
@@ -58,7 +58,7 @@ void require(bool good, const char* argument, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
-// shape(tensor) and dtype(tensor) print a tensor's shape or dtype. The text is made only if there is a message.
+// shape(tensor) and dtype(tensor) print a tensor's shape or dtype. The text is made only if a message is needed.
 struct shape {
   const Tensor& tensor;
   explicit shape(const Tensor& t) : tensor(t) {}
@@ -194,8 +194,8 @@ class OnlyChecked {
   }
 };
 
-// The device of `like`. It is the current device while this object lives. An op creates this object after it has
-// checked all arguments.
+// Makes the device of `like` the current device while this object lives. An op creates this object after it has checked
+// all arguments.
 class TorchDevice : public Device {
  public:
   // If `op` is set, the kernels report faults as faults of `op`.
@@ -211,8 +211,8 @@ class TorchDevice : public Device {
 #endif
   }
 
-  // The memory comes from torch's allocator. After the op has returned, only later work on the same stream can get this
-  // memory.
+  // The memory comes from torch's allocator. After the op has returned, only later work on the same stream can reuse
+  // this memory.
   void* scratch(int64_t bytes) override {
     rooms_.push_back(empty({bytes > 0 ? bytes : 1}, ScalarType::Byte, like_));
     return rooms_.back().mutable_data_ptr();
@@ -243,7 +243,7 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// The rows along the last dimension. The other dimensions may have any strides.
+// Returns the layout of the rows along the last dimension. The other dimensions may have any strides.
 inline RowLayout rows_of(const char* argument, const Tensor& tensor) {
   const int64_t dims = tensor.dim();
   require(dims >= 1, argument, "got a 0-d tensor; takes [..., V]");
@@ -279,7 +279,8 @@ void require_offsets(const Offset* offsets, const Segments& segments, const char
           "; must end at the length of ", argument, ", ", segments.limit);
 }
 
-// The segments of `values`: either the rows along the last dimension or, with `offsets`, the parts of a 1-D tensor.
+// Returns the segments of `values`: either the rows along the last dimension or, with `offsets`, the parts of a 1-D
+// tensor.
 inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
   require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
   Segments segments;
@@ -311,7 +312,7 @@ inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets,
   return segments;
 }
 
-// All of `values` as one segment.
+// Returns one segment that contains all of `values`.
 inline Segments pool(const Tensor& values) {
   Segments all;
   all.count = 1;
@@ -333,8 +334,8 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
 }
 
 // Calls body(first, last) in parallel, for ranges of segments that together contain all segments. The values are
-// divided evenly among the threads (about `grain` values or more each), but the segments are not: each thread gets the
-// segments that start among its values.
+// divided evenly among the threads, about `grain` values or more for each thread. A segment is assigned to the thread
+// whose range of values contains the start of the segment.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
   const auto share = [&](int64_t begin, int64_t end) {
@@ -399,7 +400,7 @@ struct Boxed<kernel> {
     if (arguments != kArguments)
       throw std::logic_error("d3s_kernels: an op's schema has " + std::to_string(arguments) +
                              " arguments, and its kernel takes " + std::to_string(kArguments));
-    return {Parameter<Value<Parameters>>::take(stack)...};  // in braces, so evaluated from left to right
+    return {Parameter<Value<Parameters>>::take(stack)...};  // braces guarantee evaluation from left to right
   }
 
   template <class T>

@@ -16,7 +16,7 @@ D3S_HOST_DEVICE float power_of_two(int32_t n) {  // -126 <= n <= 127
 }
 
 D3S_HOST_DEVICE float exponential(float x) {
-  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // beyond, e^x is 0 or infinity; NaN stays NaN
+  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // outside, e^x is 0 or infinity; NaN stays NaN
   // x / log 2 is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
   const float magic = 12582912.f;
   const float sum = inside * 1.44269504f + magic;

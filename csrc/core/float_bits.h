@@ -1,6 +1,6 @@
-// bfloat16 and float16 as bits, with conversions to and from float that round to nearest even. These are not torch's
-// types, because the CUDA kernels and the SIMD loops are compiled without torch. The functions have internal linkage,
-// since each SIMD level compiles its own copy.
+// The types bfloat16 and float16, stored as bits, and their conversions. Conversions from float round to nearest even.
+// The types are not torch's types, because the CUDA kernels and the SIMD loops are compiled without torch. The
+// functions have internal linkage, since each SIMD level compiles its own copy.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,7 @@ D3S_HOST_DEVICE float to_float(float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   if (magnitude >= 0x0f800000u) return float_of_bits(sign | magnitude | 0x7f800000u);  // infinity, NaN
-  return float_of_bits(sign | bits_of_float(float_of_bits(magnitude) * 0x1p112f));     // exponent bias 15 to 127
+  return float_of_bits(sign | bits_of_float(float_of_bits(magnitude) * 0x1p112f));     // exponent bias 15 -> 127
 }
 
 template <class T>
@@ -84,7 +84,8 @@ D3S_HOST_DEVICE float16 from_float<float16>(float value) {
   const float magnitude = float_of_bits(bits & 0x7fffffffu);
   if (!(magnitude == magnitude)) return {static_cast<uint16_t>(sign | 0x7e00u)};
   if (magnitude >= 65520.f) return {static_cast<uint16_t>(sign | 0x7c00u)};
-  if (magnitude < 0x1p-14f) {  // float16 subnormals and floats in [0.5, 1) are multiples of 2^-24: adding 0.5 rounds
+  if (magnitude <
+      0x1p-14f) {  // float16 subnormals and floats in [0.5, 1) both have spacing 2^-24, so adding 0.5 rounds
     const float sum = magnitude + 0.5f;
     return {static_cast<uint16_t>(sign | (bits_of_float(sum) - bits_of_float(0.5f)))};
   }

@@ -9,13 +9,14 @@
 namespace d3s {
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
-// A larger float has a larger key; -0 and 0 have the same key. Key 0 means absent: masked out, or NaN.
+// A larger float has a larger key; -0 and 0 have the same key. Key 0 stands for an absent value: a value that is masked
+// out, or NaN.
 constexpr uint32_t kAbsent = 0;
 constexpr uint32_t kZeroKey = 0x80000000u;
 constexpr uint32_t kSmallestKey = 0x007fffffu;  // -inf
 constexpr uint32_t kLargestKey = 0xff800000u;   // +inf
 
-// The key of a value that is not NaN. For NaN, the result is below kSmallestKey or above kLargestKey.
+// Returns the key of a value that is not NaN. For NaN, the result is below kSmallestKey or above kLargestKey.
 D3S_HOST_DEVICE uint32_t order_key_of_number(float value) {
   const uint32_t bits = bits_of_float(value + 0.f);  // -0 becomes 0
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);

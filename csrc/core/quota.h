@@ -1,4 +1,4 @@
-// The number of values that a ratio keeps in a segment.
+// Computes how many values of a segment a ratio keeps.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// An importance ratio is e^x, where x is the log-ratio clamped to two bounds. The derivative of the ratio by the
-// log-ratio is the ratio itself between the bounds, and 0 at or beyond a bound.
+// An importance ratio is e^x, where x is the log-ratio clamped to two bounds. The derivative of the ratio with respect
+// to the log-ratio is the ratio itself between the bounds, and 0 at or beyond a bound.
 #pragma once
 
 #include <cmath>
@@ -26,14 +26,14 @@ D3S_HOST_DEVICE float bounded_ratio(float x, const LogBounds& bounds) {
   return exponential(x < bounds.low ? bounds.low : x > bounds.high ? bounds.high : x);  // NaN stays NaN
 }
 
-// The limit of an infinite bound is -1 or NaN. No ratio is <= -1 or >= NaN, so an infinite bound sets no gradient to 0,
-// even where the ratio is 0 or infinite.
+// Returns the ratios at the bounds, but -1 or NaN for an infinite bound. No ratio is <= -1 or >= NaN, so an infinite
+// bound sets no gradient to 0, even where the ratio is 0 or infinite.
 D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
   return {bounds.low == -INFINITY ? -1.f : exponential(bounds.low),
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};
 }
 
-// A gradient of 0 stays 0, whatever the ratio is: 0 * inf would be NaN.
+// Returns the gradient of the log-ratio. A gradient of 0 stays 0, whatever the ratio is: 0 * inf would be NaN.
 D3S_HOST_DEVICE float ratio_gradient(float grad, float ratio, const RatioLimits& limits) {
   const bool limited = ratio <= limits.lowest || ratio >= limits.highest;
   return limited ? 0.f : grad == 0.f ? grad : grad * ratio;

@@ -1,4 +1,4 @@
-// Finds where each row of logits starts, for any strides of the leading dimensions.
+// The layout of rows of logits in memory: where each row starts, for any strides of the leading dimensions.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 namespace d3s {
 
 struct RowLayout {
-  static constexpr int kMaxDims = 6;  // after rows_of (torch_abi.h) has merged neighbouring dimensions where it can
+  static constexpr int kMaxDims =
+      6;  // the maximum of `dims`; rows_of (torch_abi.h) merges neighbouring dimensions first
 
   int64_t count = 1;    // the number of rows
   int64_t columns = 0;  // the length of each row
@@ -16,10 +17,10 @@ struct RowLayout {
   int64_t sizes[kMaxDims] = {};
   int64_t strides[kMaxDims] = {};
 
-  // Where row i starts, in elements.
+  // Returns the offset at which row i starts, in elements.
   D3S_HOST_DEVICE int64_t offset(int64_t i) const {
 #if defined(__CUDA_ARCH__)
-    // 32 bits are enough, since a grid has fewer than 2^32 blocks. A 64-bit division would be a subroutine.
+    // 32 bits are enough, since a grid has fewer than 2^32 blocks. A 64-bit division would be a subroutine call.
     auto rest = static_cast<uint32_t>(i);
 #else
     auto rest = static_cast<uint64_t>(i);

@@ -1,4 +1,4 @@
-// Segments of a 1-D array: either rows of equal length, or segments between offsets (like flash-attention's
+// Segments of a 1-D array. They either are rows of equal length, or lie between offsets (like flash-attention's
 // cu_seqlens).
 #pragma once
 
@@ -27,13 +27,13 @@ struct Segments {
     const int64_t first = begin(i), last = begin(i + 1);
     return last < first ? first : last;
   }
-  // Whether the two offsets of segment i are valid.
+  // Returns whether the two offsets of segment i are valid.
   D3S_HOST_DEVICE bool good(int64_t i) const {
     return offset(i) <= offset(i + 1) && (i > 0 || offset(0) == 0) && (i + 1 < count || offset(count) == limit);
   }
   D3S_HOST_DEVICE bool ragged() const { return offsets32 || offsets64; }
 
-  // The first segment that starts at or after a position; `count` if there is none.
+  // Returns the first segment that starts at or after a position, or `count` if there is none.
   D3S_HOST_DEVICE int64_t first_from(int64_t position) const {
     if (!ragged()) return length > 0 ? (position + length - 1) / length : 0;
     int64_t low = 0, high = count;
@@ -47,7 +47,7 @@ struct Segments {
     return low;
   }
 
-  // The segment that contains a position: the last segment that starts at or before the position.
+  // Returns the segment that contains a position: the last segment that starts at or before the position.
   D3S_HOST_DEVICE int64_t find(int64_t position) const {
     const int64_t next = first_from(position + 1);
     return next > 0 ? next - 1 : 0;

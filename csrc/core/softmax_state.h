@@ -2,9 +2,9 @@
 //
 //     m = max z,   S = sum e^((z - m) / t),   T = sum (z - m) e^((z - m) / t)
 //
-// Two states of one row can be merged into one. Entropy needs only the merged state of the row; log-probability also
-// needs the label's logit z_y. All compiled code uses this file to compute entropies: CPU threads, GPU blocks,
-// vocabulary tiles and ranks merge their states in the same way.
+// Two states of one row can be merged into one state. All compiled code uses this file to compute entropies, so CPU
+// threads, GPU blocks, vocabulary tiles and ranks merge their states in the same way. Entropy needs only the merged
+// state of the row; log-probability also needs the label's logit z_y:
 //
 //     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
 //
@@ -65,15 +65,15 @@ D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperatur
   return {entropy < 0.f ? 0.f : entropy, state.max, log_sum};
 }
 
-// The log-probability of the token whose logit is z.
+// Returns the log-probability of the token whose logit is z.
 D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float temperature) {
   return (z - row.max) / temperature - row.log_sum;
 }
 
-// The derivative of g_logprob * logprob(y) + g_entropy * H by the logit z of a token with probability p,
+// The derivative of g_logprob * logprob(y) + g_entropy * H with respect to the logit z of a token with probability p,
 //     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t,
-// computed as e^(d / t) * (offset + slope * d) with d = z - m. In this form, it costs one fused multiply-add besides
-// the exponential.
+// computed as e^(d / t) * (offset + slope * d) with d = z - m. In this form, each logit costs one fused multiply-add
+// besides the exponential.
 struct GradientLine {
   float offset;
   float slope;
@@ -87,7 +87,7 @@ D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, con
           g_logprob / temperature};
 }
 
-// The gradient at the label. `distance` is the label's logit minus the maximum of the row.
+// Returns the gradient of the label's logit. `distance` is the label's logit minus the maximum of the row.
 D3S_HOST_DEVICE float label_gradient(const GradientLine& line, float distance, float temperature) {
   const float e = expf(distance / temperature);
   return line.target + (e == 0.f ? 0.f : e * (line.offset + line.slope * distance));  // 0 * inf would be NaN

@@ -3,9 +3,9 @@
 //
 // Sums are in double, and one value of the segment is first subtracted from all values. Otherwise, sums of large values
 // with small differences (rewards of 1000 +- 0.01) would cancel. If S1 is the sum and S2 the sum of squares of the k
-// values of a split, then k S2 - S1^2 is k^2 times their variance. This expression needs no division for each split,
-// and is exact for small integers. It does not overflow: differences of floats are below 6.9e38, so for k <= 2^32 the
-// result is below 1e97.
+// values of a split, then k S2 - S1^2 is k^2 times the variance of these values. This expression needs no division for
+// each split, and is exact for small integers. It does not overflow: differences of floats are below 6.9e38, so for k
+// <= 2^32 the result is below 1e97.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,9 @@ D3S_HOST_DEVICE double split_spread(const Moments& low, const Moments& high, dou
   return k * (low.square + high.square) - sum * sum;
 }
 
-// A split with at least this spread is treated as equal to the best split: for rewards of 0 and 1, dozens of splits
-// differ only by rounding. Among equal splits, the split with the fewest values from the top wins.
+// Returns the smallest spread that is treated as equal to the spread of the best split. Without this tolerance,
+// rounding would decide: for rewards of 0 and 1, dozens of splits differ only by rounding. Among equal splits, the
+// split that takes the fewest of the largest values is chosen.
 D3S_HOST_DEVICE double equal_spread(double best) { return best * (1.0 - 1e-12); }
 
 }  // namespace

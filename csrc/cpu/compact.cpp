@@ -1,4 +1,4 @@
-// compact: the indices of a mask's true values, in row-major order, in a tensor of a size that the caller chooses.
+// compact returns the indices of a mask's true values, in row-major order. The caller chooses the size of the result.
 #include <algorithm>
 
 #include "../ops/compact.h"

@@ -1,5 +1,5 @@
-// group_advantages: (reward - mean of its group) / (standard deviation + eps). A NaN reward is unscorable: it is left
-// out of the statistics and its advantage is 0.
+// group_advantages computes (reward - mean of the reward's group) / (standard deviation + eps). A NaN reward means that
+// the rollout could not be scored. Such a reward is left out of the statistics, and its advantage is 0.
 #include <algorithm>
 #include <cmath>
 
@@ -11,9 +11,9 @@ namespace {
 
 constexpr int64_t kGrain = 16384;
 
-// The statistics take two passes in double: the first computes the mean, the second the squared differences from the
-// mean. Four separate sums hide the latency of an addition. Which of the four sums a reward is added to depends only on
-// the reward's index in its group.
+// The statistics need two passes in double precision. The first pass computes the mean; the second pass adds up the
+// squared differences from the mean. Four separate sums hide the latency of an addition. The index of a reward in its
+// group alone decides to which of the four sums the reward is added.
 struct Statistics {
   double sum = 0.0, squares = 0.0;
   int64_t count = 0;
@@ -48,7 +48,7 @@ Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
   return s;
 }
 
-// Whether the rewards are equal except for rounding.
+// Returns whether the rewards are equal except for rounding.
 template <class T>
 bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s, double tolerance) {
   if (far_apart(s.mean(), s.squares, s.count, tolerance)) return false;

@@ -1,6 +1,6 @@
-// How a CPU handles rows with a span of a sampling mask: the kept logits are gathered, and then reduced like a short
-// dense row. The arguments have been checked: every id is a token, and the set of each unmasked row contains the row's
-// label.
+// The CPU code for rows that have a span in a sampling mask. It gathers the kept logits, and then reduces them like a
+// short dense row. The arguments have been checked before: every id is a token, and the set of each unmasked row
+// contains the row's label, if the row has one.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace d3s {
 
-// The kept tokens of a row, as places: indices into the row's logits. Each thread reuses one such object for all its
-// rows.
+// The kept tokens of a row. They are stored as places, which are indices into the row's logits. Each thread has one
+// such object, and reuses it for all rows of the thread.
 template <class T>
 class KeptLogits {
  public:

@@ -1,4 +1,4 @@
-// The gradient of kept logits. No two rows share a place, so the rows are divided among the threads.
+// Computes the gradient of kept logits. No two rows share a place, so the rows are divided among the threads.
 #include "../ops/kept_logits_backward.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // the least number of kept logits for a thread
+constexpr int64_t kGrain = 32768;  // the minimum number of kept logits for a thread
 
 // Writes the gradient at the places of a row. Each thread has one such object.
 class RowOfPlaces {

@@ -21,7 +21,7 @@ FloatPair load_rest(const T* p, int64_t n) {
 
 template <class T>
 float dot(const T* a, const T* b, int64_t n) {
-  FloatPair first = {}, second = {};  // two sums, since a multiply-add waits for the previous one on the same sum
+  FloatPair first = {}, second = {};  // two sums, since multiply-adds to the same sum wait for each other
   int64_t i = 0;
   for (; i + 2 * kPair <= n; i += 2 * kPair) {
     add_product(first, load_pair(a + i), load_pair(b + i));

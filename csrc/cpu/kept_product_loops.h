@@ -1,4 +1,5 @@
-// Loops over two rows of a matrix, or over a row and a sum. There is one table of these loops for each SIMD level.
+// Loops over the elements of two matrix rows, or of a matrix row and a float32 sum. There is one table of these loops
+// for each SIMD level.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@ namespace d3s {
 
 template <class T>
 struct KeptProductLoops {
-  // sum_i a[i] b[i] in float32. The order of the additions depends only on n.
+  // Returns sum_i a[i] b[i] in float32. The order of the additions depends only on n.
   float (*dot)(const T* a, const T* b, int64_t n);
   // sum[i] += factor x[i]
   void (*add_scaled)(const T* x, float factor, int64_t n, float* sum);
@@ -27,6 +28,6 @@ struct KeptProducts {
   const KeptProductLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
-const KeptProducts& kept_products();  // the table of simd_level()
+const KeptProducts& kept_products();  // returns the table for simd_level()
 
 }  // namespace d3s

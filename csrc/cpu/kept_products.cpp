@@ -1,4 +1,4 @@
-// Products with the kept rows of an LM head's weight. The places are divided evenly among the threads.
+// Computes products with the weight rows of kept tokens in an LM head. The places are divided evenly among the threads.
 #include "../ops/kept_products.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // the least number of multiplications for a thread
+constexpr int64_t kGrain = 32768;  // the minimum number of multiplications for a thread
 
 int64_t grain_of(const Matrix& matrix) { return 1 + kGrain / (matrix.columns + 1); }
 
@@ -57,7 +57,7 @@ void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::v
                 const Vector& bias_out) {
   const auto& loops = kept_products();
   const auto count = static_cast<int64_t>(sorted.size());
-  // A thread gets the tokens whose first entry in `sorted` lies in the thread's share.
+  // Each token is assigned to the thread whose range contains the token's first entry in `sorted`.
   parallel_for(count, grain_of(hidden), [&](int64_t begin, int64_t end) {
     std::vector<float> sum(hidden.columns);
     int64_t i = begin;

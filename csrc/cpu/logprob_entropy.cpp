@@ -1,5 +1,5 @@
-// logprob_entropy and its backward, each in one pass over the logits. The temporary memory is a list of the rows and,
-// if there are too few rows to keep the threads busy, 12 bytes for each slice of a row.
+// Computes logprob_entropy and its gradient, each in one pass over the logits. The temporary memory holds a list of the
+// rows. If there are too few rows to keep all threads busy, it also holds 12 bytes for each slice of a row.
 #include "../ops/logprob_entropy.h"
 
 #include <algorithm>
@@ -11,14 +11,15 @@
 namespace d3s {
 namespace {
 
-// The least work for a thread, in logits. With less work, a second thread costs more than it saves.
+// The minimum number of logits for a thread. For fewer logits, a second thread costs more time than it saves.
 constexpr int64_t kGrain = 32768;
 
-// The least work for a thread in kept logits, for rows with a span. This limit is smaller, since each kept logit is a
-// cache miss.
+// The minimum number of kept logits for a thread, for rows with a span. This minimum is smaller, since each kept logit
+// causes a cache miss.
 constexpr int64_t kKeptGrain = 1024;
 
-// Lists of the rows that are not masked out. With lists, threads share the work evenly wherever the masked rows are.
+// Two lists of the rows that are not masked out. Because of the lists, the work is divided evenly among the threads,
+// wherever the masked rows are.
 struct LiveRows {
   std::vector<int64_t> dense, with_span;
 
@@ -35,7 +36,8 @@ struct LiveRows {
   }
 };
 
-// The state of a slice of `row`. Prefetches the next slice, or `next_row`, which the caller reads after this row.
+// Returns the state of one slice of `row`. Also prefetches what the caller reads next: the next slice or, after the
+// last slice, `next_row`.
 template <class T>
 SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t slice, float temperature,
                          const T* next_row) {
@@ -45,9 +47,10 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
   return {sums.max, sums.sum, sums.dot};
 }
 
-// For each row in `live`, merges the states of the row's slices into start(row), and calls done(row, state, column).
-// `column` is the label's column, or -1. A task is a row or, if there are few rows, a slice. In both cases, slices are
-// merged from left to right, so the results are bitwise equal.
+// For each row in `live`, merges the states of the row's slices into start(row), and calls done(row, state, column)
+// with the merged state. `column` is the label's column, or -1 if the label has no column. A thread's task is one row
+// or, if there are few rows, one slice. In both cases, slices are merged from left to right, so the results are bitwise
+// equal.
 template <class T, class Start, class Done>
 void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
@@ -99,7 +102,7 @@ void for_each_span(const LogitsRows& rows, const std::vector<int64_t>& with_span
 
 }  // namespace
 
-const bool kMakesKeys = false;  // topk_mask.cpp makes the keys, vectorised
+const bool kMakesKeys = false;  // on CPUs, the vectorised loops of topk_mask.cpp make the keys
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput&, Device&) {
   for (int64_t row = 0; row < rows.layout.count; ++row)
@@ -139,15 +142,15 @@ bool has_gradient(const LogitsRows& rows, const RowGradients& gradients, int64_t
 }
 
 // Writes zeros in short pieces. For long pieces, the C library's memset may use the instruction rep stosb, which was
-// measured to take a tenth longer in newly allocated memory.
+// measured to take 10 % longer in newly allocated memory.
 void clear(void* memory, int64_t bytes) {
   constexpr int64_t kPiece = 1024;
   for (int64_t begin = 0; begin < bytes; begin += kPiece)
     memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
 }
 
-// Writes the gradient of kept logits for the rows in `which` that have a span and an incoming gradient. All other
-// gradients are 0 already.
+// Writes the gradient of the kept logits, for those rows in the list `which` that have a span and an incoming gradient.
+// The caller has already written zeros to all other elements.
 template <class T>
 void write_kept(const LogitsRows& rows, const RowGradients& gradients, const int64_t* which, int64_t count, T* to,
                 const RowLayout& layout) {
@@ -186,9 +189,9 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
-    // `still` has the rows without an incoming gradient, whose logits are not read, and the rows with a span, for which
-    // only the kept logits are read. `live` has all other rows. With two lists, each kind of work is divided evenly
-    // among the threads.
+    // `still` contains two kinds of rows: rows without an incoming gradient, where no logits are read, and rows with a
+    // span, where only the kept logits are read. `live` contains all other rows. Because of the two lists, each kind of
+    // work is divided evenly among the threads.
     std::vector<int64_t> live, still;
     for (int64_t row = 0; row < rows.layout.count; ++row)
       (has_gradient(rows, gradients, row) && rows.spans.dense(row) ? live : still).push_back(row);
@@ -205,7 +208,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
       const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
-      if (gradients.any_nan(row, rows.labels)) {  // even where a token's probability is 0
+      if (gradients.any_nan(row, rows.labels)) {  // the whole row becomes NaN, even at tokens with probability 0
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
         return;
       }
@@ -222,8 +225,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
         loops.gradient(p + begin, end - begin, of_row, gradient + begin);
       if (has_label) gradient[label] = from_float<T>(label_gradient(line, label_distance, temperature));
     };
-    // A narrow gradient overwrites the front half of its row, which other pieces of the row would still have to read.
-    // So these rows are not cut into pieces.
+    // A narrow gradient overwrites the front half of its own row. Other pieces of the row might not have been read
+    // before, so these rows are not cut into pieces.
     const int64_t length = narrow ? columns : kGrain, pieces = (columns + length - 1) / length;
     parallel_for(static_cast<int64_t>(live.size()) * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {

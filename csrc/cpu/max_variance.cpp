@@ -1,5 +1,5 @@
-// max_variance_select: for each segment, the k values with the largest variance. The values are sorted, every split is
-// tried, and both ends of the best split are marked.
+// max_variance_select marks the k values with the largest variance in each segment. It sorts the values and tries every
+// split (core/split_scan.h). For the best split, it marks the values at both ends.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -13,17 +13,17 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 1024;      // the least number of values for a thread
+constexpr int64_t kGrain = 1024;      // the minimum number of values for a thread
 constexpr int64_t kRankSort = 256;    // up to this length, comparing each key with all keys (vectorised) is fastest
 constexpr int64_t kRadixSort = 1024;  // from this length on, a radix sort with three passes over the keys is fastest
-constexpr int kDigit = 11;            // bits of a pass: three passes cover 32 bits, and the tables fit in the L1 cache
+constexpr int kDigit = 11;            // bits per pass: three passes cover 32 bits, and the tables fit in the L1 cache
 constexpr int kPasses = 3;
 constexpr uint32_t kBuckets = 1u << kDigit;
 
 constexpr uint32_t kUnusable = UINT32_MAX;  // the key of a value that is masked out or not finite
 
-// The integer to sort by: a value's order key in the high 32 bits, and the value's index in the low 32 bits. So if
-// values are equal, the lower index comes first.
+// An Entry is the integer that is sorted. It has a value's order key in the high 32 bits, and the value's index in the
+// low 32 bits. So among equal values, lower indices come first.
 using Entry = uint64_t;
 
 Entry entry(uint32_t key, int64_t index) { return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(index); }
@@ -31,12 +31,13 @@ double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)
 int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
 uint32_t digit_of(Entry e, int pass) { return e >> (32 + pass * kDigit) & (kBuckets - 1); }
 
-// The two sorts below get values in the order of their indices. Both sorts are stable.
+// Both sorts below are stable, and their input is in the order of the indices. So equal values stay in the order of
+// their indices.
 
 // Sorts n keys. Unusable keys come last.
 void rank_sort(const uint32_t* keys, int64_t n, std::vector<Entry>& sorted) {
   uint32_t place[kRankSort];
-  uint8_t taken[kRankSort] = {};  // how many equal keys came before: fewer than kRankSort
+  uint8_t taken[kRankSort] = {};  // the number of earlier keys that are equal: below kRankSort
   order_key_loops().count_below(keys, n, place);
   for (int64_t i = 0; i < n; ++i) sorted[place[i] + taken[place[i]]++] = entry(keys[i], i);
 }
@@ -62,7 +63,7 @@ struct Room {  // memory that is reused from segment to segment
   std::vector<double> spreads;
 };
 
-// For the best split, returns how many of the k kept entries are at the low end of the n sorted entries. n must be
+// Finds the best split of the n sorted entries. Returns how many of the split's k entries are at the low end. n must be
 // above k.
 int64_t best_split(const std::vector<Entry>& sorted, int64_t k, Room& room) {
   const int64_t n = static_cast<int64_t>(sorted.size());

@@ -1,4 +1,4 @@
-// This file is compiled once for each SIMD level. The compiler turns these plain loops into vectors of the level's
+// This file is compiled once for each SIMD level. The compiler vectorises these plain loops for the level's vector
 // width.
 #include "order_key_loops.h"
 
@@ -67,7 +67,7 @@ int64_t count_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
 int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    out[count] = keys[i];  // always stored, but `count` advances only for a key in range: no branch to mispredict
+    out[count] = keys[i];  // every key is stored, but `count` advances only for a key in range: no branch to mispredict
     count += keys[i] - low <= high - low;
   }
   return count;
@@ -99,8 +99,8 @@ void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
 }
 
 uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // Finds the least difference from the pivot. For a key below the pivot, the unsigned difference wraps around, which
-  // makes it larger than the difference of any key that is at least the pivot.
+  // Finds the smallest difference keys[i] - pivot. For a key below the pivot, this unsigned difference wraps around. It
+  // is then larger than the difference for any key that is at least the pivot.
   uint32_t least = UINT32_MAX;
   for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
   return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;

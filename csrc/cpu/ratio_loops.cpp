@@ -1,4 +1,4 @@
-// This file is compiled once for each SIMD level. The compiler turns these plain loops into vectors of the level's
+// This file is compiled once for each SIMD level. The compiler vectorises these plain loops for the level's vector
 // width.
 #include "ratio_loops.h"
 
@@ -7,7 +7,7 @@
 namespace d3s {
 namespace {
 
-// These functors tell whether a token is present, as a word of all ones or all zeros. A bool view of other data may
+// These functors return whether token i is present, as a word of all ones or all zeros. A bool view of other data may
 // have any byte value.
 struct All {
   uint32_t operator()(int64_t) const { return ~0u; }
@@ -26,7 +26,7 @@ struct MaskedInSome {
   uint32_t operator()(int64_t i) const { return masked(i) & in_some(i); }
 };
 
-// These functors give the group of a token, which is below 0 if the token is in no group.
+// These functors return the group of token i. The group is below 0 if the token is in no group.
 struct OneGroup {
   int32_t operator()(int64_t) const { return 0; }
 };
@@ -35,8 +35,8 @@ struct GroupId {
   int32_t operator()(int64_t i) const { return ids[i]; }
 };
 
-// Calls `body` with the functor above that fits the tokens. The functor tells whether a token is unmasked and, if there
-// are ids, in a group.
+// Calls body(present), where `present` is one of the functors above. `present` returns whether a token is unmasked and,
+// if there are ids, in a group.
 template <class Body>
 void with_present(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};
@@ -51,7 +51,7 @@ void with_present(const TokenStretch& tokens, const Body& body) {
     body(All());
 }
 
-// Calls body(group, present) with the two functors above that fit the tokens. Here, `present` looks only at the mask.
+// Calls body(group, present) with two of the functors above. Here, `present` tests only the mask.
 template <class Body>
 void with_groups(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};

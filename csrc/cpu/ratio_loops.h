@@ -22,7 +22,7 @@ struct RatioLoops {
   // out[i] = numbers[group of i] if token i is present, else `none`.
   void (*assign)(const TokenStretch& tokens, int groups, const float* numbers, float none, float* out);
   // out[i] = e^(a[i] - b[i]), or e^(means[i] + a[i] - b[i]) if `means` is not null. The exponent is clamped to the
-  // bounds. Tokens that are not present get kNoRatio. `means` may be `out`.
+  // bounds. For a token that is not present, out[i] = kNoRatio. `means` and `out` may be the same array.
   void (*exponentiate)(const float* a, const float* b, const TokenStretch& tokens, const float* means,
                        const LogBounds& bounds, float* out);
   // out[i] = the gradient of the log-ratio of token i, or 0 if the token is not present.
@@ -30,6 +30,6 @@ struct RatioLoops {
                     float* out);
 };
 
-const RatioLoops& ratio_loops();  // the table of simd_level()
+const RatioLoops& ratio_loops();  // returns the table for simd_level()
 
 }  // namespace d3s

@@ -1,6 +1,7 @@
-// importance_ratio, entropy_groups, adaptive_clip. For means, the first pass adds up each group, and the second pass
-// writes a value for each token. Threads share the tokens evenly, wherever sequences begin and end. Sums are exact, so
-// any division among threads gives bitwise equal results.
+// Computes importance_ratio, entropy_groups and adaptive_clip. If an op needs the means of groups, a first pass adds up
+// each group, and a second pass writes a value for each token. The tokens are divided evenly among the threads,
+// wherever sequences begin and end. Sums do not depend on the order of their terms (core/exact_sum.h), so results are
+// bitwise equal for any division among the threads.
 #include <algorithm>
 #include <vector>
 
@@ -11,8 +12,8 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // the least number of tokens for a thread
-constexpr int64_t kPiece = 4096;   // this many tokens stay in the first-level cache while each group is added up
+constexpr int64_t kGrain = 16384;  // the minimum number of tokens for a thread
+constexpr int64_t kPiece = 4096;   // the maximum length of a stretch, which stays in the L1 cache for all groups
 
 const RatioLoops& loops() { return ratio_loops(); }
 
@@ -21,7 +22,7 @@ TokenStretch stretch(const TokenGroups& groups, int64_t begin, int64_t end) {
 }
 
 // Calls body(sequence, begin, end) on all threads, for stretches that together cover all tokens. Each stretch has at
-// most kPiece tokens, all of one sequence.
+// most kPiece tokens, all from the same sequence.
 template <class Body>
 void for_stretches(const TokenGroups& groups, const Body& body) {
   const Segments& sequences = groups.sequences;
@@ -42,7 +43,8 @@ void add_shared(ExactSum& total, const ExactSum& part) {  // several threads may
   if (part.flags) __atomic_fetch_or(&total.flags, part.flags, __ATOMIC_RELAXED);
 }
 
-// For each group of each sequence, the sum of a[i] - b[i] over the tokens of the group. If b is null, the sum of a[i].
+// Returns, for each group of each sequence, the sum of a[i] - b[i] over the tokens of the group. If b is null, returns
+// the sum of a[i].
 std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGroups& groups) {
   std::vector<ExactSum> sums(groups.each * groups.sequences.count);
   for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
@@ -53,7 +55,8 @@ std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGrou
   return sums;
 }
 
-// For each token of a stretch, out[i] = number(mean of the token's group), or `none` if the token is in no group.
+// For each token i of a stretch, sets out[i] to number(mean of the token's group), or to `none` if the token is masked
+// out or in no group.
 template <class Number>
 void write_numbers(const std::vector<ExactSum>& sums, const TokenGroups& groups, int64_t sequence,
                    const TokenStretch& tokens, float none, const Number& number, float* out) {

@@ -1,5 +1,5 @@
-// The keys of a segment on a CPU, which are either stored or recomputed in each pass. write_mask writes the mask of a
-// segment after its k-th largest key has been found.
+// Access to the keys of a segment on a CPU. The keys are either stored, or recomputed in each pass. After the k-th
+// largest key of a segment has been found, write_mask writes the segment's mask.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace d3s {
 
-constexpr int64_t kGrain = 8192;       // the least number of scores for a thread
-constexpr int64_t kPiece = 65536;      // keys in a piece of a long segment: 256 KiB, to fit in the second-level cache
+constexpr int64_t kGrain = 8192;       // the minimum number of scores for a thread
+constexpr int64_t kPiece = 65536;      // the number of keys in a piece: 256 KiB, which fit in the L2 cache
 constexpr int64_t kLong = 2 * kPiece;  // from this length on, all threads share a segment, and topk_mask stores no keys
 
 using Keys = std::unique_ptr<uint32_t[]>;  // a vector would first fill the memory with zeros
@@ -29,7 +29,7 @@ inline int64_t total(const std::vector<int64_t>& counts) {
 
 // ---- scores ----------------------------------------------------------------------------------------------------
 
-// Writes the keys of the scores [begin, end) and returns how many are present.
+// Writes the keys of the scores [begin, end), and returns how many of these scores are present.
 inline int64_t make_keys(const Scores& scores, const OrderKeyLoops& loops, int64_t begin, int64_t end, uint32_t* keys) {
   return dispatch_float(scores.type, [&](auto tag) {
     const auto from = loops.from(tag);
@@ -59,7 +59,7 @@ inline int64_t make_keys(const Scores& scores, const OrderKeyLoops& loops, int64
   });
 }
 
-// The keys of one segment. They are stored in `stored` or, if it is null, made from `scores` in each pass.
+// The keys of one segment. If `stored` is null, the keys are computed from `scores` in each pass.
 struct SegmentKeys {
   const OrderKeyLoops* loops;
   int64_t n;
@@ -76,7 +76,7 @@ struct SegmentKeys {
   // Returns the sum of body(keys, n) over all pieces.
   template <class Count>
   int64_t count(const Count& body) const {
-    if (stored && n <= kPiece) return body(stored, n);  // no allocation, since bisection calls this dozens of times
+    if (stored && n <= kPiece) return body(stored, n);  // without an allocation, since bisection calls count() often
     std::vector<int64_t> counts(pieces_of(n));
     for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = body(p, b - a); });
     return total(counts);
@@ -98,7 +98,8 @@ struct SegmentKeys {
   }
 };
 
-// Which keys of a segment to keep: all keys above `key`, and the first `ties` keys that equal it.
+// Tells which keys of a segment are kept: all keys above `key`, and the first `ties` of the keys equal to `key`. If
+// `all_ties` is true, all keys that are at least `key` are kept.
 struct Cut {
   uint32_t key;
   int64_t ties;
@@ -106,7 +107,7 @@ struct Cut {
 };
 
 struct Kept {
-  int64_t zeros = 0;             // how many of the top k are dropped because their score is 0
+  int64_t zeros = 0;             // how many of the k largest keys are dropped because their score is 0
   uint32_t lowest = UINT32_MAX;  // the lowest key that is kept
 };
 
@@ -115,7 +116,7 @@ inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, const Quota& quo
   const int64_t pieces = pieces_of(keys.n);
   std::vector<int64_t> surplus(pieces, 0);      // for each piece: how many of its ties are not kept
   std::vector<uint32_t> from(pieces, cut.key);  // for each piece: the lowest key that it may keep
-  if (!cut.all_ties) {  // ties are kept from the left: all in the first pieces, some in one piece, none after it
+  if (!cut.all_ties) {  // ties are kept from the left: all in the first pieces, some in one piece, none in later pieces
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
       surplus[piece] = loops.count_from(p, b - a, cut.key) - loops.count_from(p, b - a, cut.key + 1);
     });

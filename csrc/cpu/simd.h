@@ -1,6 +1,7 @@
-// Vectors of the width that this file is compiled for, and the few vector operations that the loops use. The vectors
-// are GCC's and Clang's vector extensions. Where the extensions lack an operation, intrinsics are used. Fast-math must
-// be off: it would remove the rounding trick of exp2_nonpositive, and change how the whole process treats denormals.
+// Defines vectors of the width that the including file is compiled for, and the few vector operations that the loops
+// use. The types use the vector extensions of GCC and Clang. Where these extensions lack an operation, intrinsics are
+// used. Fast-math must be off: it would remove the rounding trick of exp2_nonpositive, and change how the whole process
+// treats denormals.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // tests define D3S_GENERIC to compile the code for other machines
+#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // in tests, D3S_GENERIC selects the code for other machines
 #include <arm_neon.h>
 #define D3S_NEON
 #endif
@@ -34,7 +35,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 inline Floats all(float value) { return value - Floats{}; }
 
-// a * b + c, rounded only once if the machine can do that.
+// Returns a * b + c, rounded only once if the machine has such an instruction.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -47,7 +48,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The larger of x and `number`. Where x is NaN, the result is `number`, which must not be NaN.
+// Returns the larger of x and `number`. Where x is NaN, the result is `number`, which must not be NaN.
 inline Floats max_number(Floats x, Floats number) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)x, (__m512)number);
@@ -62,24 +63,26 @@ inline Floats max_number(Floats x, Floats number) {
 #endif
 }
 
-// The larger of x and `number`. Where x is NaN, the result is NaN. `number` must not be NaN.
+// Returns the larger of x and `number`. Where x is NaN, the result is NaN. `number` must not be NaN.
 inline Floats max_or_nan(Floats x, Floats number) {
 #if defined(D3S_NEON)
   return (Floats)vmaxq_f32((float32x4_t)x, (float32x4_t)number);
 #else
-  return max_number(number, x);  // here, max_number returns its second argument where one of them is NaN
+  return max_number(number, x);  // here, max_number returns its second argument where one argument is NaN
 #endif
 }
 
-// 2^(x * scale) for -125 <= x * scale <= 0, within 3 units in the last place. For NaN the result is arbitrary, since
-// the low bits of NaN are added to the exponent; a caller that multiplies the result by x still gets NaN.
+// Returns 2^(x * scale) for -125 <= x * scale <= 0, with an error of at most 3 units in the last place. If x is NaN,
+// the result is arbitrary, since the low bits of the NaN are added to the exponent. But the product of the result and x
+// is still NaN.
 inline Floats exp2_nonpositive(Floats x, Floats scale) {
   // x * scale is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
   const Floats magic = all(12582912.f);
   const Floats sum = multiply_add(x, scale, magic);
   const Floats n = sum - magic;
   const Floats f = multiply_add(x, scale, -n);  // in [-1/2, 1/2]
-  // 2^f / p(f) is within 1e-7 of 1 for this p (minimax in relative error, with p(0) = 1 so that e^0 is exactly 1).
+  // The polynomial p approximates 2^f: 2^f / p(f) is within 1e-7 of 1. p is minimax in relative error under the
+  // condition p(0) = 1, which makes e^0 exactly 1.
   Floats p = all(1.3264727e-3f);
   p = multiply_add(p, f, all(9.6715130e-3f));
   p = multiply_add(p, f, all(5.5507336e-2f));
@@ -90,7 +93,7 @@ inline Floats exp2_nonpositive(Floats x, Floats scale) {
 }
 
 // Folds all lanes into one value, in log2(kLanes) steps. Each step folds one half of the lanes onto the other half. The
-// order is always the same.
+// order of these steps is always the same.
 template <class Fold>
 inline float fold_lanes(Floats v, const Fold& fold) {
 #if defined(__AVX512F__)
@@ -117,15 +120,15 @@ inline float max_lanes(Floats v) {
   return fold_lanes(v, [](Floats a, Floats b) { return max_number(a, b); });
 }
 
-// ---- load_pair and store_pair: 2 * kLanes elements of a type, as floats. The order of the lanes depends on the type;
-// load_pair and store_pair use the same order.
+// ---- load_pair and store_pair load and store 2 * kLanes elements of a type, as floats. The order of the lanes depends
+// on the type, but is the same for load_pair and store_pair.
 struct FloatPair {
   Floats a, b;
 };
 constexpr int64_t kPair = 2 * kLanes;
 
-// Loads the two vectors separately. For one memcpy of the whole pair, GCC would emit small copies through memory, each
-// of which waits for the previous copy.
+// Loads the two vectors separately. For one memcpy of the whole pair, GCC would emit a chain of small copies through
+// memory, where each copy waits for the previous copy.
 inline FloatPair load_pair(const float* p) {
   FloatPair pair;
   memcpy(&pair.a, p, sizeof pair.a);
@@ -138,7 +141,8 @@ inline void store_pair(float* p, const FloatPair& pair) {
   memcpy(p + kLanes, &pair.b, sizeof pair.b);
 }
 
-// Even elements are the low halves of the words, and odd elements are the high halves.
+// The first vector holds the even elements, which are the low halves of the words. The second vector holds the odd
+// elements, which are the high halves.
 inline FloatPair load_pair(const bfloat16* p) {
   Words words;
   memcpy(&words, p, sizeof words);
@@ -189,7 +193,7 @@ inline void store_pair(float16* p, const FloatPair& pair) {
   vst1_f16(halves + kLanes, vcvt_f16_f32((float32x4_t)pair.b));
 }
 #else
-// The same steps as in to_float.
+// Takes the same steps as to_float (core/float_bits.h).
 inline Floats load_halves(const float16* p) {
   Halves halves;
   memcpy(&halves, p, sizeof halves);
@@ -207,7 +211,7 @@ inline void store_pair(float16* p, const FloatPair& pair) {
 }
 #endif
 
-// ---- load_floats and store_floats: as load_pair and store_pair, but the lanes are always in memory order.
+// ---- load_floats and store_floats do the same as load_pair and store_pair, but the lanes are always in memory order.
 inline FloatPair load_floats(const float* p) { return load_pair(p); }
 inline FloatPair load_floats(const float16* p) { return load_pair(p); }
 inline void store_floats(float* p, const FloatPair& pair) { store_pair(p, pair); }

@@ -41,7 +41,7 @@ bool has_bf16() {
   size_t size = sizeof has;
   return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
 #elif defined(__linux__)
-  return (getauxval(AT_HWCAP2) & (1u << 14)) != 0;  // HWCAP2_BF16, which old headers do not name
+  return (getauxval(AT_HWCAP2) & (1u << 14)) != 0;  // HWCAP2_BF16, which old headers do not define
 #else
   return false;
 #endif

@@ -10,12 +10,12 @@
 namespace d3s {
 namespace {
 
-// The distance from the maximum at which a logit no longer counts. There, its exponential is 2^-125, the smallest value
-// that exp2_nonpositive computes.
+// Returns the lowest distance from the maximum; the distances of lower logits are clamped to it. The exponential of
+// this distance is 2^-125, the smallest value that exp2_nonpositive computes.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements, which are too few for a pair of vectors, padded with -inf. They are copied by memcpy, since the
-// compiler could reorder plain reads and writes when a gradient overwrites logits of another type.
+// The last elements of a row or slice, padded with -inf. They are too few for a pair of vectors. memcpy copies them,
+// since the compiler could reorder plain reads and writes if a gradient overwrites logits of another type.
 template <class T>
 struct Tail {
   T values[kPair];
@@ -30,7 +30,7 @@ struct Maximum {
   Floats a = all(-FLT_MAX), b = all(-FLT_MAX);
 
   void add(const FloatPair& x) {
-    a = max_number(x.a, a);  // this drops NaN, but the dot still becomes NaN
+    a = max_number(x.a, a);  // the maximum drops NaN, but the dot still becomes NaN
     b = max_number(x.b, b);
   }
 };
@@ -48,8 +48,8 @@ struct Sums {
   }
 };
 
-// This many elements are first added to separate sums. If terms of 1e-8 were added one by one to a sum of 1, they would
-// be lost.
+// The number of elements that are added up separately, before their sum is added to the total. If terms of 1e-8 were
+// added one by one to a total of 1, they would be lost.
 constexpr int64_t kRun = 16 * kPair;
 
 template <class T>

@@ -23,12 +23,13 @@ struct GradientRow {
 
 template <class T>
 struct SoftmaxLoops {
-  // The state of n <= kSlice logits; `scale` is log2(e) / t. Prefetches `next`: the logits that the caller reads next.
+  // Returns the state of n <= kSlice logits. `scale` is log2(e) / t. Prefetches `next`, the logits that the caller
+  // reads next.
   SoftmaxSums (*slice)(const T* logits, int64_t n, float scale, const T* next);
-  // gradient[i] = 2^(d scale) (offset + slope d), where d = logits[i] - max; 0 if the logit is -inf. `gradient` may be
-  // `logits`.
+  // gradient[i] = 2^(d scale) (offset + slope d), where d = logits[i] - max. For a logit of -inf, gradient[i] = 0.
+  // `gradient` and `logits` may be the same array.
   void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
-  // The same, but from float32 logits. `gradient` may overwrite the front of `logits`.
+  // Computes the same gradient from float32 logits. `gradient` may overwrite the front of `logits`.
   void (*narrow_gradient)(const float* logits, int64_t n, const GradientRow& row, T* gradient);
 };
 
@@ -42,6 +43,6 @@ struct SoftmaxRows {
   const SoftmaxLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
-const SoftmaxRows& softmax_rows();  // the table of simd_level()
+const SoftmaxRows& softmax_rows();  // returns the table for simd_level()
 
 }  // namespace d3s

@@ -1,11 +1,11 @@
-// topk_mask, select_tokens, select_tokens_from_logits: keep exactly k scores of each segment. Among equal scores, the
-// lower index is kept first.
+// The selection of topk_mask, select_tokens and select_tokens_from_logits. It keeps exactly k scores of each segment.
+// Among equal scores, the scores with lower indices are kept first.
 //
 // The scores of a segment become integer keys, and bisection finds the k-th largest key. Each step counts the keys that
 // are at least a pivot. Counting runs at the speed of the cache, and some twenty pivots are enough. If a segment is too
 // long for the cache, the search is narrowed first: a sample gives two keys that most likely enclose the k-th largest
-// key, and only the few keys in between are searched further. The few passes over such a segment recompute its keys
-// piece by piece, which is cheaper than storing them.
+// key, and only the few keys in between are searched further. The few passes over such a segment recompute the
+// segment's keys piece by piece, which is cheaper than storing the keys.
 #include <cmath>
 
 #include "segment_keys.h"
@@ -13,7 +13,7 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kBisect = 32768;  // up to this many keys (128 KiB), bisection counts over all keys for each pivot
+constexpr int64_t kBisect = 32768;  // up to this many keys (128 KiB), the search bisects without narrowing first
 constexpr int64_t kSample = 1024;
 
 // The search for the k-th largest of some keys. The wanted key lies in [low, high], together with `inside` - 1 other
@@ -24,7 +24,8 @@ struct Search {
   int64_t inside, k;  // k: the wanted key is the k-th largest of `keys`
   uint32_t low = 1, high = kLargestKey;
 
-  // Two keys of a sorted sample: four standard deviations below and above the index where the wanted key is expected.
+  // Returns two keys of a sorted sample. They lie four standard deviations below and above the index at which the
+  // wanted key is expected.
   std::pair<uint32_t, uint32_t> guess() const {
     uint32_t sample[kSample];
     const int64_t step = keys.n / kSample;
@@ -59,7 +60,7 @@ struct Search {
   }
 
   Cut bisect() {
-    int64_t above = 0;  // the number of keys above `high`; inside + above >= k > above
+    int64_t above = 0;  // the number of keys above `high`; always inside + above >= k > above
     while (low < high && inside + above > k) {
       const uint32_t middle = low + (high - low) / 2 + 1;
       const int64_t from_middle =
@@ -77,7 +78,8 @@ struct Search {
   }
 };
 
-// The cut that keeps k of the keys. `present` is the number of keys that are not 0, and 1 <= k <= present.
+// Returns the cut that keeps k of the keys. `present` is the number of keys that are not 0. 1 <= k <= present must
+// hold.
 Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   Search search{*keys.loops, keys, present, k};
   Keys left;
@@ -87,7 +89,8 @@ Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
     // The keys of the narrowed range go to new memory, since a wrong guess must not overwrite the current keys. Few
     // pages of the new memory are touched.
     Keys next = new_keys(before);
-    // After a wrong guess, takes all keys that are still in [low, high], instead of trusting another sample.
+    // After a wrong guess, the search continues with all keys in the new range [low, high]. It does not trust another
+    // sample.
     if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());
     left = std::move(next);
     if (search.keys.n == before) break;  // there are too few different keys to narrow further
@@ -100,8 +103,7 @@ struct Selected {
   float threshold = INFINITY;  // the lowest kept score
 };
 
-// Writes the mask of one segment: the values [begin, end) of `scores`. `room` is memory for the keys, or null for a
-// long segment.
+// Writes the mask of the segment [begin, end) of `scores`. `room` is memory for the keys, or null for a long segment.
 Selected select_segment(const Scores& scores, const Quota& quota, int64_t begin, int64_t end, uint32_t* room,
                         bool* mask) {
   const OrderKeyLoops& loops = order_key_loops();

@@ -1,5 +1,5 @@
-// Top-K selection in steps, for segments that are spread over several ranks: what one rank does between the
-// collectives.
+// The steps of a top-K selection from segments that are spread over several ranks. This file computes what one rank
+// contributes between the collectives.
 #include "../ops/topk_steps.h"
 
 #include "segment_keys.h"
@@ -8,7 +8,7 @@ namespace d3s {
 namespace {
 
 // Counts how many keys have each value of a digit. Neighbouring keys often have the same digit, and incrementing a
-// counter that was just written is slow. So neighbouring keys are counted in two tables in turn.
+// counter that was just written is slow. So neighbouring keys are counted in two tables, alternately.
 class DigitCounts {
  public:
   explicit DigitCounts(const Digit& digit) : digit_(digit) {
@@ -30,7 +30,8 @@ class DigitCounts {
   uint32_t even_[1 << Digit::kMostBits], odd_[1 << Digit::kMostBits];
 };
 
-// Counts the keys that start with the prefix. For each value of the digit, adds the number of such keys to `counts`.
+// Counts only the keys that start with the prefix. For each value of the next digit, adds the number of such keys with
+// this value to `counts`.
 void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t prefix, int64_t* counts) {
   const OrderKeyLoops& loops = order_key_loops();
   DigitCounts found(digit);

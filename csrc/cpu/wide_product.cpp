@@ -1,5 +1,5 @@
-// wide_product_: out = hidden @ weight.T, with bfloat16 inputs and a float32 result. Threads share the panels of the
-// weight.
+// wide_product_ computes out = hidden @ weight.T, with bfloat16 inputs and a float32 result. The panels of the weight
+// are divided among the threads.
 #include "wide_product.h"
 
 #include <memory>

@@ -1,4 +1,4 @@
-// A bfloat16 matrix product with a float32 result, which torch does not have on CPUs. Rounding an LM head's logits to
+// A bfloat16 matrix product with a float32 result. On CPUs, torch has no such product. Rounding an LM head's logits to
 // bfloat16 would change entropies by hundredths of a nat. Converting the weight to float32 first would cost most of the
 // speed.
 #pragma once
@@ -11,7 +11,7 @@ namespace d3s {
 
 struct WideProduct {
   int64_t columns;  // the width of a panel: how many rows of the weight are multiplied at a time
-  // The number of words in a packed panel. Word [w][c] holds elements 2 w and 2 w + 1 of weight row c.
+  // Returns the number of words in a packed panel. Word [w][c] holds elements 2 w and 2 w + 1 of weight row c.
   int64_t (*panel_words)(int64_t inner);
   void (*pack)(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel);
   // out[r][c] = sum_i hidden[r][i] weight[c][i]. The terms are added in the order of i, for any number of rows and
@@ -20,6 +20,6 @@ struct WideProduct {
                    int64_t out_stride, int64_t columns);
 };
 
-const WideProduct& wide_product();  // the table of simd_level()
+const WideProduct& wide_product();  // returns the table for simd_level()
 
 }  // namespace d3s

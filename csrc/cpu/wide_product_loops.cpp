@@ -1,7 +1,9 @@
-// This file is compiled once for each SIMD level, and once more for machines with a dot product of bfloat16.
+// This file is compiled once for each SIMD level, and once more for machines that have a dot-product instruction for
+// bfloat16.
 //
-// A block of kRows x kVectors accumulators stays in registers while the loop goes through the inner dimension, two
-// elements at a time: the hardware's dot product takes pairs of elements, and a 32-bit word holds a pair.
+// A block of kRows x kVectors accumulators stays in registers while the loop goes through the inner dimension. The loop
+// handles two elements at a time, since the dot-product instruction works on pairs of elements, and a 32-bit word holds
+// one pair.
 #include "simd.h"
 #include "wide_product.h"
 
@@ -15,7 +17,7 @@ constexpr int kRows = 4, kVectors = 2;  // 8 of 16 registers
 #endif
 constexpr int64_t kColumns = kVectors * kLanes;
 
-// sum + even(a) even(b) + odd(a) odd(b), where each word holds two bfloat16 elements.
+// Returns sum + even(a) even(b) + odd(a) odd(b), where each word holds two bfloat16 elements.
 inline Floats dot(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);

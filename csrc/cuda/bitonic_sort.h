@@ -5,17 +5,17 @@
 
 namespace d3s {
 
-// The integer that is sorted: a key in the high bits, and an index in the low bits. So among equal keys, the lower
-// index comes first.
+// The integers that are sorted. An entry has a key in the high bits, and an index in the low bits. So among equal keys,
+// lower indices come first.
 using Entry = unsigned long long;
 
-// How many times loops are unrolled. A warp runs this code only for the rare segment that is longer than the caller
-// declared, so its loops are not unrolled, to keep the code small.
+// How many times loops are unrolled. A warp runs this code only for segments that are longer than the caller declared,
+// which is rare. So the loops of a warp are not unrolled, to keep the code small.
 template <class Group>
 constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
-// Sorts n entries; n need not be a power of two. Every exchange puts the smaller entry first. Padding with the largest
-// possible entry would therefore never move, so there is no padding.
+// Sorts n entries; n need not be a power of two. Every exchange puts the smaller entry first. So padding entries, with
+// the largest possible value, would never move. Therefore, no padding is stored.
 template <class Group>
 __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;

@@ -1,6 +1,6 @@
-// Sums, maxima and scans over the threads of a warp or of a block. Their operations always run in the same order. CUB
-// is not used here: it does not promise the order of its sums, and the emulation (tests/cuda_shim) would need its own
-// version of CUB.
+// Sums, maxima and scans over the threads of a warp or of a block. Each of them always adds or compares in the same
+// order. CUB is not used here: it does not promise the order of its sums, and the emulation (tests/cuda_shim) would
+// need its own version of CUB.
 #pragma once
 
 #include "cuda.h"
@@ -57,7 +57,7 @@ __device__ __forceinline__ T warp_exclusive_sum(T& value) {
 // A single warp as a group of threads. `rank` is the lane of a thread.
 struct WarpGroup {
   static constexpr int kSharedBytes = 0;
-  static constexpr int kMostThreads = 4 * kWarp;  // the most threads of a block, which has several such warps
+  static constexpr int kMostThreads = 4 * kWarp;  // the maximum for a block, which has several such warps
 
   int rank, size = kWarp;
 
@@ -73,25 +73,25 @@ struct WarpGroup {
   __device__ T exclusive_sum(T value) const {
     return warp_exclusive_sum(value);
   }
-  // Does the same, and sets `total` to the sum over all threads.
+  // Returns the sum over the threads before this thread, and sets `total` to the sum over all threads.
   template <class T>
   __device__ T exclusive_sum(T value, T& total) const {
     const T before = warp_exclusive_sum(value);
     total = __shfl_sync(kAllLanes, value, kWarp - 1);
     return before;
   }
-  // The sum over all threads of the warps before this one: there are none.
+  // Returns the sum over the warps before this warp. This is 0, since the group has no other warps.
   template <class T>
   __device__ T sum_before_warp(T) const {
     return T{};
   }
 };
 
-// The whole block. Its size must be a power of two, and at least kWarp.
+// A whole block as a group of threads. The size of the block must be a power of two, and at least kWarp.
 //
-// Floating-point sums depend on the order, so each thread adds up the sums of the warps one after the other. For
-// integers the order does not matter, so the lanes of a warp reduce the values of all warps by shuffles. This takes a
-// fifth of the code.
+// A floating-point sum depends on the order of additions, so each thread adds the sums of the warps one after the
+// other. For integers, the order does not matter, so the lanes of a warp reduce the values of all warps by shuffles.
+// This takes only a fifth of the code.
 struct BlockGroup {
   static constexpr int kSharedBytes = kWarp * 8;  // one value for each warp
   static constexpr int kMostThreads = 1024;
@@ -161,7 +161,7 @@ struct BlockGroup {
   }
 
   // Cuts [begin, end) into one stretch for each warp, in the order of the warps, and sets [from, to) to this warp's
-  // stretch. So a warp that goes through its stretch in order only needs to know what the warps before it counted.
+  // stretch. So if a warp goes through its stretch in order, it only needs the counts of the warps before it.
   template <class Int>
   __device__ void warp_stretch(Int begin, Int end, Int& from, Int& to) const {
     const int log_warps = 31 - __clz(warps());

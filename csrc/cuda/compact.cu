@@ -21,9 +21,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kInFlight = 4;                      // vectors that a thread loads before it uses the first
-constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp takes at a time
-constexpr int kStep = kWarps * kStretch;          // values that a block takes at a time; 4 million values are 256 steps
-constexpr int kFlags = kStep / 16;                // 16-bit words of flags in a step: one for each vector
+constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp handles at a time
+constexpr int kStep = kWarps * kStretch;  // values that a block handles at a time; 4 million values make 256 steps
+constexpr int kFlags = kStep / 16;        // 16-bit words of flags in a step: one for each vector
 
 // For up to 8 million values, a piece is one step. For more values, a piece is several steps, so that a lane adds up at
 // most 16 counts. There are at most 4 pieces for each multiprocessor of an H100. Their blocks have three times as many
@@ -31,8 +31,8 @@ constexpr int kFlags = kStep / 16;                // 16-bit words of flags in a 
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
-// A mask that is cut into steps, and into pieces of whole steps. The first step begins at the aligned address at or
-// before the mask's first value. Each block has one piece.
+// A mask that is cut into steps, and into pieces of whole steps. The first step begins at the last aligned address at
+// or before the mask's first value. Each block has one piece.
 struct Mask {
   const uint8_t* values;
   int64_t n, steps, steps_of_piece;
@@ -60,7 +60,7 @@ struct Shared {
   int counts[2][kWarps];  // neighbouring steps use different arrays, so that a step needs only one barrier
 };
 
-// Returns one bit for each byte of a word: whether the byte is not 0.
+// Returns one bit for each byte of a word: 1 if the byte is not 0.
 D3S_HOST_DEVICE uint32_t flags_of_word(uint32_t word) {
   const uint32_t tops = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
   return tops * 0x00204081u >> 28;  // gathers the top bits of the four bytes
@@ -102,8 +102,8 @@ __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
   return own;
 }
 
-// The position of an entry in a warp's list. Positions are swizzled, so that the lanes of a warp write to 32 banks, and
-// not to a single bank, if all values are true.
+// Returns the position of an entry in a warp's list. Positions are swizzled, so that the lanes of a warp write to 32
+// banks, and not to a single bank, if all values are true.
 D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
 
 // Writes the indices of a step's true values to indices[next] and the slots after it. Returns how many values are true.
@@ -171,7 +171,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   Shared& shared = *dynamic_shared<Shared>();
   const int64_t end = mask.end_step();
   int64_t step = mask.first_step(), next = 0, total = 0;
-  uint64_t bits = step < end ? flags[step * kThreads + threadIdx.x] : 0;  // in flight while the counts are added up
+  // This load is in flight while the counts are added up.
+  uint64_t bits = step < end ? flags[step * kThreads + threadIdx.x] : 0;
 #pragma unroll 8
   for (int i = static_cast<int>(threadIdx.x) % kWarp; i < mask.pieces; i += kWarp) {
     total += counts[i];

@@ -1,6 +1,6 @@
 // The parts of CUDA that the kernels use. The tests also compile the kernels for the CPU (D3S_EMULATED), where threads
-// are fibres (tests/cuda_shim). So code that only nvcc can compile, such as a launch or inline assembly, is only in
-// this file. All such code has a plain C++ version for the CPU, in this file or in the shim.
+// are fibres (tests/cuda_shim). So only this file contains code that only nvcc can compile, such as launches and inline
+// assembly. All such code also has a plain C++ version for the CPU, in this file or in the shim.
 #pragma once
 
 #if defined(D3S_EMULATED)
@@ -51,7 +51,7 @@ void launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
   kernel<<<grid, threads, shared_bytes, stream>>>(args...);
 }
 
-// The block's shared memory. All of it is dynamic.
+// Returns the block's shared memory. All shared memory is dynamic.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
   extern __shared__ __align__(16) unsigned char d3s_shared_memory[];
@@ -96,8 +96,8 @@ template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
 // Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both
-// floats with one instruction, which rounds each float by itself. Elsewhere this takes two instructions, and the
-// results are bitwise equal.
+// floats with one instruction, which rounds each float by itself. On other GPUs this takes two instructions, with
+// bitwise equal results.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -115,8 +115,8 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// Returns 1 for a finite x, else NaN. The compiler must not know that the value is 1. It would then copy the constant 1
-// into a register pair anew for each float, instead of keeping the 1 there.
+// Returns 1 for a finite x, else NaN. The compiler must not know that the value is 1. If it knew, it would copy the
+// constant 1 into a register pair again for each float, instead of keeping the 1 in a register.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
 // weighted() returns {weight, weight * value}. add_weighted() returns {sums.low + weight, sums.high + weight * value}.
@@ -168,7 +168,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// For data that only one thread reads, and only once. The load does not keep the data in the L1 cache.
+// Loads data that only one thread reads, and only once. The data is not kept in the L1 cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -177,13 +177,14 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   return v;
 }
 
-// For data that a neighbouring thread reads again in the next instruction.
+// Loads data that a neighbouring thread reads again in the next instruction.
 __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); }
 
-// For memory that the kernel itself may write.
+// Loads from memory that the kernel itself may write.
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
-// Always one store. For `*p = v`, nvcc may emit four stores of 4 bytes instead, if the words of v are computed.
+// Stores v with one instruction. For `*p = v`, nvcc may emit four stores of 4 bytes instead, if the words of v are
+// computed.
 __device__ __forceinline__ void store_plain(uint4* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -199,7 +200,8 @@ __device__ __forceinline__ Pair unpack(uint32_t word, Tag<float16>) {
   return z;
 }
 
-// Returns the larger value of each half. If one of two values is NaN, the result is the other value.
+// Compares the low halves of two words, and the high halves. Returns a word with the larger values. If one of two
+// values is NaN, the result is the other value.
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;

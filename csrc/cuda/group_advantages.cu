@@ -1,7 +1,8 @@
-// group_advantages: (reward - mean of its group) / (standard deviation + eps).
+// group_advantages: computes (reward - mean) / (standard deviation + eps), with the mean of the reward's group.
 //
-// A warp handles a small group, and a block handles a large group. Only the length of the group decides between the
-// two: warps and blocks add in different orders, and the bits of a group's results must not depend on other groups.
+// A warp handles a small group, and a block handles a large group. Only the length of the group decides whether a warp
+// or a block handles it: warps and blocks add in different orders, and a group's results must be bitwise equal whatever
+// other groups there are.
 //
 //   launch                      kernel             reads             -> writes
 //   group_advantages (batch)    batch_deviation    rewards           -> batch   (scale="batch" only; one block)

@@ -1,5 +1,4 @@
-// A segment whose keys the threads of a block, or of a warp, hold in registers, so that only histograms are in shared
-// memory.
+// Segments whose keys are held in the registers of a block or of a warp. Only the histograms are in shared memory.
 #pragma once
 
 #include "key_mask.h"
@@ -7,26 +6,28 @@
 
 namespace d3s {
 
-// A row of keys of which each thread holds kHeld fours: a warp has kHeld * kWarp fours that follow each other.
+// A row of keys in registers. Each thread holds kHeld vectors of four keys, and each warp holds kHeld * kWarp
+// consecutive vectors.
 template <int kHeld>
 class HeldRow : public MaskRow {
  public:
   __device__ HeldRow(bool* mask, int count) : MaskRow(mask, count) {}
 
-  // Loads the row's keys. Its first four begins at position `origin` of the scores.
+  // Loads the row's keys. The row's first vector begins at position `origin` of the scores.
   template <bool kLookUp, bool kAtOnce, class Group>
   __device__ void load(ScoreKeys<kLookUp, kAtOnce> source, int origin, int begin, int end, const Group& group) {
     source.load(origin + 4 * first(group), 4 * kWarp, begin, end, keys_);
   }
 
-  // Calls body(four, keys) for the thread's fours. Past the end of the row, keys are absent.
+  // Calls body(four, keys) for each of the thread's vectors; `four` is the index of the vector in the row. Past the end
+  // of the row, keys are kAbsent.
   template <class Group, class Body>
   __device__ __forceinline__ void for_stretch(const Group& group, const Body& body) const {
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) body(first(group) + j * kWarp, keys_[j]);
   }
 
-  // Stores a word of bytes(keys) for each four.
+  // Stores the mask of each of the thread's vectors: the word bytes(keys).
   template <class Group, class Bytes>
   __device__ __forceinline__ void store_stretch(const Group& group, const Bytes& bytes) const {
     const int own = first(group);
@@ -47,8 +48,8 @@ class HeldRow : public MaskRow {
   uint4 keys_[kHeld];
 };
 
-// The bits of a digit that kWarps warps look for. Each thread has eight bins: so a few warps find more digits, but do
-// not take longer to add up bins than to count keys.
+// The number of bits in a digit, if kWarps warps search together. There are eight bins for each thread. So a small
+// number of warps needs more digits, but does not take longer to add up the bins than to count the keys.
 template <int kWarps>
 constexpr int kDigitBits = 1 + kDigitBits<kWarps / 2>;
 template <>
@@ -66,9 +67,10 @@ struct HeldRoom {
   alignas(16) unsigned char group[kWarps > 1 ? BlockGroup::kSharedBytes : 1];
 };
 
-// Finds one more digit, as find_digit does, and leaves counts of 0. start(sum of all counts, count of the lowest bin)
-// returns the search so far, and `prefix` is the lowest bin's. A thread reads its bins once, all at a time, and warps
-// add up before the first barrier.
+// Finds one more digit, like find_digit() in key_search.h, and sets all counts to 0. start(sum of all counts, count of
+// the lowest bin) returns the state of the search. `prefix` is the prefix of the keys in the lowest bin. A thread reads
+// each of its bins only once, and reads them all at the same time. The lanes of a warp add up their bins before the
+// first barrier.
 template <int kWarps, class Group, class Start>
 __device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shift, uint32_t prefix, const Group& group,
                                                  const Start& start) {
@@ -77,7 +79,7 @@ __device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shi
   const int warp = group.rank / kWarp;
   const int top = kBins - kEach * group.rank;  // the thread's bins are below `top`
 
-  int up_to[kEach];  // the sums of the highest bins
+  int up_to[kEach];  // up_to[i] is the sum of the thread's i + 1 highest bins
 #pragma unroll
   for (int i = 0; i < kEach; i += 4) {
     uint4& four = *reinterpret_cast<uint4*>(room.histogram + top - 4 - i);
@@ -99,7 +101,7 @@ __device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shi
     if (i < warp) above += of_warp;
   }
   const Found<int> before = start(all, room.lowest);
-  const int wanted = before.left - above;  // the k-th key's place among the thread's keys, if it is one of them
+  const int wanted = before.left - above;  // the rank of the k-th largest key in the thread's bins, if it is there
   if (wanted > 0 && wanted <= own) {
     int bin = top - 1, larger = 0, upto = own;
 #pragma unroll

@@ -1,4 +1,4 @@
-// kept_hidden_grad_: for each row, the sum over the places of the row's span.
+// kept_hidden_grad_: computes, for each row, the sum over the places of the row's span.
 #pragma once
 
 #include "kept_sums.h"
@@ -6,14 +6,14 @@
 namespace d3s {
 namespace {
 
-// Returns the number of a row's first stretch. The numbers of the row's other stretches follow. No scan over the rows
-// is needed for this, since some numbers may stay unused. No two rows share a number.
+// Returns the index of a row's first stretch. The indices of the row's other stretches follow. No two rows share an
+// index. Some indices may stay unused, so no scan over the rows is needed to compute an index.
 __device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
   return spans.begin(row) / kStretch + row;
 }
-// Returns the row that a stretch belongs to; below 0 if it belongs to no row. Offsets do not decrease, so two offsets
-// narrow the search, mostly to one or two rows. A binary search over all rows would wait for a dozen offsets, one after
-// the other. If the offsets are bad, the result is an arbitrary row, or below 0.
+// Returns the row that a stretch belongs to, or a negative number if it belongs to no row. Offsets do not decrease, so
+// two offsets narrow the search, mostly to one or two rows. A binary search over all rows would load a dozen offsets,
+// one after the other. If the offsets are bad, the result is an arbitrary row or a negative number.
 __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
   const int64_t most = stretch < spans.count ? stretch : spans.count - 1;
   if (most < 0) return -1;
@@ -32,7 +32,7 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
   return low;
 }
 
-// There is one block for each pair of a stretch of a row's span and a piece of the columns.
+// There is one block for each stretch of each row's span and each piece of the columns.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,

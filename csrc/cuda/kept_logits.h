@@ -1,5 +1,6 @@
-// Rows that have a span of a sampling mask. Only the kept logits of these rows are read. A warp handles a short span,
-// and a block handles a long span. So the order of a row's sums depends only on the length of the row's own span.
+// Computes the results of rows that have a span of a sampling mask. Only the kept logits of these rows are read. A warp
+// handles a short span, and a block handles a long span. So the order of a row's sums depends only on the length of the
+// row's own span.
 #pragma once
 
 #include "row_gradient.h"
@@ -10,7 +11,8 @@ namespace {  // internal linkage, like the states of core/softmax_state.h
 
 constexpr int kSpanThreads = 256;
 constexpr int kSpanWarps = kSpanThreads / kWarp;  // rows of a block
-// The most tokens of a short span. A warp loads them in 8 batches, in some 10 us. A longer span takes the whole block.
+// The maximum number of tokens in a short span. A warp loads this many tokens in 8 batches, in some 10 us. A longer
+// span is handled by a whole block.
 constexpr int kLongSpan = 1024;
 constexpr int kGathered = 4;  // logits that a thread loads before it uses the first
 
@@ -21,10 +23,12 @@ struct KeptShare {
   bool bad_token;
 };
 
-// Whether an id of a span is not a token. Spans may be unchecked. A bad id has no column, so no logit is read for it.
+// Whether an id of a span is not a token, which is possible since spans may be unchecked. A bad id has no column, so no
+// logit is read for this id.
 __device__ inline bool is_bad(const LogitsRows& rows, int64_t token) { return token < 0 || token >= rows.vocabulary; }
 
-// Each thread reads the tokens first, first + step, ... of a span. The results of the threads are merged over the warp.
+// Computes a warp's share of the result for a span. Each thread reads the tokens first, first + step, ... of the span.
+// The results of the warp's threads are merged.
 template <class T>
 __device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, int first, int step) {
   const T* logits = row_at<T>(rows, row);

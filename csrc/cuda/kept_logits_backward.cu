@@ -1,4 +1,4 @@
-// The gradient of kept logits.
+// Computes the gradient of kept logits.
 //
 //   launch                 kernel         reads                              -> writes
 //   kept_logits_backward   write_places   logits, spans, labels, gradients   -> grad, rows, tokens, undefined
@@ -23,8 +23,8 @@ struct Problem {
   KeptGradientOutput out;
 };
 
-// Writes the places of one row. The threads that call this are a warp or a block. `label_found`: whether the label is
-// in the span.
+// Writes the gradients of one row's places. A whole warp or a whole block calls this. `label_found` is whether the
+// label is in the span.
 __device__ void write_row(const Problem& problem, int64_t row, const Span& span, bool label_found, int thread,
                           int threads) {
   const LogitsRows& rows = problem.rows;

@@ -1,4 +1,4 @@
-// Products of the kept rows of an LM head's weight.
+// Products with the kept rows of an LM head's weight.
 //
 //   launch                        kernel          reads                                -> writes
 //   kept_logits (offsets)         check_offsets   offsets                              -> bad
@@ -17,7 +17,7 @@ namespace d3s {
 namespace {
 
 constexpr int kPlacesOfBlock = kThreads / kWarp;
-constexpr int kInFlight = 4;  // vectors of each of the two rows that a thread loads before it uses the first
+constexpr int kInFlight = 4;  // a thread loads this many vectors of each of the two rows before it uses the first
 
 constexpr int kCheckers = 1024;
 

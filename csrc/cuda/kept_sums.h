@@ -1,9 +1,9 @@
 // Sums over places, for the kernels of kept_products.cu. Each place stands for a row of a matrix and a factor. A sum
-// adds up these rows, each multiplied by its factor.
+// over places is the sum of these rows, each multiplied by its factor.
 //
-// If a long span or a frequent token has more than kStretch places, several blocks share the sum. The places are cut
-// into stretches, the first of which begins at the first place of the span or token. So the bits of the sum depend only
-// on the places of the span or token.
+// If a long span or a frequent token has more than kStretch places, several blocks compute the sum together. The places
+// are cut into stretches, and the first stretch begins at the first place of the span or token. So the sum is bitwise
+// equal whatever other spans or tokens there are.
 #pragma once
 
 #include "../ops/kept_products.h"
@@ -15,7 +15,7 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 3;     // of a multiprocessor. Without this bound, nvcc spills registers to fit a fourth block
+constexpr int kBlocks = 3;     // per multiprocessor; without this bound, nvcc spills registers to fit a fourth block
 constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
 constexpr int kStretch = 256;  // places that a block adds up, in 32 batches; a multiple of kWarp
 
@@ -36,7 +36,7 @@ __device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, boo
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// A row of a matrix, and the factor that it is multiplied by. A row of -1 stands for no term.
+// The index of a matrix row, and the factor that the row is multiplied by. If `row` is -1, there is no term.
 struct Term {
   int32_t row = -1;
   float factor = 0.f;
@@ -58,7 +58,8 @@ __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool ad
   }
 }
 
-// Does the same for the columns of a row from `first` on. The row may have fewer columns left than a vector has.
+// Does the same as write_vector(), for the columns of a row from `first` on. The row may have fewer columns left than
+// there are sums.
 template <class T, class To>
 __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t first, int64_t columns, bool add,
                            bool aligned) {
@@ -71,7 +72,7 @@ __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t 
     if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
 }
 
-// The sums of one thread over several rows of a matrix, in the columns of one vector.
+// The sums of one thread over several rows of a matrix. A thread has the columns of one vector.
 template <class T>
 struct ColumnSums {
   float sums[kPerVector<T>] = {};
@@ -142,8 +143,8 @@ struct ColumnSums {
   }
 };
 
-// How a row is divided. Each thread has one vector of the row, in pieces_of() blocks with threads_for() threads each.
-// The vectors are divided equally, so that no warp is idle.
+// These functions divide a row into vectors, one for each thread. There are pieces_of() blocks with threads_for()
+// threads each. The vectors are divided equally among the blocks, so that no warp is idle.
 template <class T>
 int64_t warps_of(int64_t columns) {
   const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
@@ -158,10 +159,10 @@ int threads_for(int64_t columns) {
   return static_cast<int>(ceil_div(warps_of<T>(columns), pieces_of<T>(columns))) * kWarp;
 }
 
-// The sums of the stretches of long runs. A run of places that is longer than a stretch is shared between blocks. Each
-// stretch has a slot for `columns` floats and for the sum of the stretch's factors. The index of a run's first slot is
-// the number of half stretches before the run. A run of n stretches covers at least n half stretches, so two runs never
-// use the same slot.
+// The sums of the stretches of long runs. If a run of places is longer than a stretch, several blocks share the run.
+// Each stretch has a slot for `columns` floats and for the sum of the stretch's factors. The index of a run's first
+// slot is the number of half stretches before the run. A run of n stretches covers at least n half stretches, so two
+// runs never use the same slot.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;
@@ -172,7 +173,7 @@ struct StretchSums {
     sums = device.scratch_of<float>(stretches * columns);
     of_factors = device.scratch_of<float>(stretches);
   }
-  // The slot of the n-th stretch of the run that begins at place `run`.
+  // Returns the slot of the n-th stretch of the run that begins at place `run`.
   __device__ int64_t at(int64_t run, int64_t n) const { return run / (kStretch / 2) + n; }
 
   template <class T>

@@ -1,4 +1,4 @@
-// kept_weight_grad_: for each token, the sum over the places that stand for this token.
+// kept_weight_grad_: computes, for each token, the sum over the places that stand for this token.
 #pragma once
 
 #include "kept_sums.h"
@@ -7,11 +7,11 @@
 namespace d3s {
 namespace {
 
-constexpr int kShort = 16;  // the most places of a run that a warp adds up; must not exceed kWarp
+constexpr int kShort = 16;  // a warp adds up runs of at most this many places; must not exceed kWarp
 constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// Makes the entries that are sorted. The entry of a place is the place's token. A place without a gradient gets the
-// largest entry, so that it comes last.
+// Writes the entries that are sorted later. The entry of a place is the place's token. A place without a gradient gets
+// the largest entry, so that it comes last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -20,7 +20,7 @@ __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int6
   indices[place] = static_cast<uint32_t>(place);
 }
 
-// Places, sorted by token. All places of one token form the run of this token.
+// The places, sorted by token. The places of one token are neighbours after the sort; they are called the token's run.
 struct Runs {
   SortedEntries sorted;
   int64_t count;
@@ -56,7 +56,7 @@ __device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, cons
   if (bias_out.values && total.first == 0) bias_out.add(token, total.of_factors);
 }
 
-// The sums of one lane over several rows, for kCount vectors of columns.
+// The sums of one lane over several rows. A lane has the columns of kCount vectors.
 template <class T, int kCount>
 struct LaneSums {
   float sums[kCount][kPerVector<T>] = {};
@@ -88,7 +88,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
   constexpr int64_t kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   if (first >= runs.count) return;
-  // No load here depends on the result of another load, so they run at the same time.
+  // No load here depends on the result of another load, so the loads run at the same time.
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[first]), i = first + lane;
   const uint32_t place = i < runs.count ? runs.sorted.indices[i] : 0;
   const bool mine = runs.has(i, token), begins = !runs.has(first - 1, token), ends = !runs.has(first + kShort, token);
@@ -106,7 +106,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) write_vector<T>(total.sums[j], to + column + j * kStep, true);
   }
-  // All lanes stay in the loop as long as any lane has a column left, since the lanes exchange terms in it.
+  // As long as any lane has a column left, all lanes stay in the loop, since the lanes exchange terms inside the loop.
   for (; column - lane * kPerVector<T> < hidden.columns; column += kStep) {
     LaneSums<T, 1> total;
     total.add(hidden, own, count,
@@ -121,8 +121,8 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 }
 
 // A block adds up one stretch of a longer run, for a piece of the columns. There is a block for each index i that is a
-// multiple of kShort. The block of the first such index in a run takes the run's first stretch. A later stretch is
-// taken by the block of the last such index at or before the beginning of the stretch.
+// multiple of kShort. The first stretch of a run belongs to the block of the first such index in the run. A later
+// stretch belongs to the block of the last such index at or before the beginning of the stretch.
 template <class T, class To>
 __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
                             int64_t piece, bool aligned, bool out_aligned, const StretchSums& stretches,

@@ -1,5 +1,5 @@
-// Writes the mask of a row of keys, once the k-th largest is known: it keeps the larger keys and the first few ties,
-// which are the keys that equal the k-th.
+// Writes the mask of a row of keys, after the k-th largest key has been found. All larger keys are kept. The keys that
+// equal the k-th largest key are called ties; the first few ties are kept.
 #pragma once
 
 #include "key_search.h"
@@ -7,44 +7,47 @@
 
 namespace d3s {
 
-// Which keys of a segment to keep: all keys above `key`, and all ties or the first `ties` of them.
+// Decides which keys of a segment are kept: all keys above `key`, and either all ties or the first `ties` ties.
 struct Cut {
   uint32_t key;
   int ties;
   bool all_ties;
 };
 
-// How many of the top k are dropped because they are 0, and the lowest key that is kept.
+// The result of writing a mask: how many of the k largest scores are dropped because they are 0, and the lowest key
+// that is kept.
 struct Kept {
   uint32_t zeros;
   uint32_t lowest;
 };
 
-// The cut after a search. If all keys with the digits found are kept, it is at the lowest possible key with these
-// digits. If no key is kept, it is above all keys.
+// Returns the cut that follows from a search. If all keys with the digits found so far are kept, the cut is the lowest
+// possible key with these digits. If no key is kept, the cut is above all keys.
 D3S_HOST_DEVICE Cut cut_at(const Found<int>& found) {
   if (found.k == 0) return {UINT32_MAX, 0, true};
   return {found.prefix << found.shift, found.left, found.keeps_all()};
 }
 
-// Writes `count` and `threshold` of a segment. It keeps k keys, minus the dropped zeros.
+// Writes `count` and `threshold` of a segment. The segment keeps k keys, minus the dropped zeros.
 D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t segment, int64_t k, const Kept& kept) {
   const int64_t count = k - kept.zeros;
   if (outputs.count) outputs.count[segment] = static_cast<int32_t>(count);
   if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
 }
 
-// The mask of a row of keys, in fours: groups of four neighbours. A four begins where the mask's address is a multiple
-// of 4, so that it is stored as one word. The first and the last four may be incomplete.
+// The mask of a row of keys. The row is cut into vectors of four neighbouring keys (in names, a vector is called
+// `four`). A vector begins where the mask's address is a multiple of 4, so that the four bytes of its mask are stored
+// as one word. The first and the last vector may be partly outside of the row. Positions count from the start of the
+// first vector.
 class MaskRow {
  public:
   __device__ MaskRow(bool* mask, int count)
       : lead_(static_cast<int>(reinterpret_cast<uintptr_t>(mask) & 3)), end_(lead_ + count), mask_(mask - lead_) {}
 
-  __device__ int lead() const { return lead_; }  // how many places of the first four are before the row
+  __device__ int lead() const { return lead_; }  // how many positions of the first vector are before the row
   __device__ int fours() const { return (end_ + 3) / 4; }
 
-  // Stores the bytes of the word whose places are in the row.
+  // Stores the mask of a vector: a word of four bytes. Bytes outside of the row are not stored.
   __device__ void store(int four, uint32_t word) const {
     if (whole(four))
       store_whole(four, word);
@@ -59,25 +62,25 @@ class MaskRow {
   __device__ void store_whole(int four, uint32_t word) const { reinterpret_cast<uint32_t*>(mask_)[four] = word; }
 
  private:
-  int lead_, end_;  // the row's first place, and the first place after it
+  int lead_, end_;  // the row's first position, and the first position after the row
   bool* mask_;
 };
 
-// A row of keys in memory. Padded keys are written by the kernel itself: they are aligned, and the places of the first
-// and last four that are outside of the row have absent keys.
+// A row of keys in memory. Padded keys were written by the kernel itself: their vectors are aligned, and positions of
+// the first and last vector that are outside of the row have the key kAbsent.
 template <bool kPadded>
 class KeyRow : public MaskRow {
  public:
   using Keys = std::conditional_t<kPadded, uint32_t, const uint32_t>;
 
-  // `keys` points to the row's first key, or for padded keys to the first four.
+  // `keys` points to the row's first key. If the keys are padded, it points to the row's first vector instead.
   __device__ KeyRow(Keys* keys, bool* mask, int count) : MaskRow(mask, count), keys_(kPadded ? keys : keys - lead()) {}
 
-  // Stores a four of padded keys.
+  // Stores a vector of padded keys.
   __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
 
-  // Calls body(four, keys) for the thread's fours in the warp's stretch of the row. All lanes of a warp call it
-  // together, equally often; past the end of the row, keys are absent.
+  // Calls body(four, keys) for the thread's vectors in the warp's stretch of the row; `four` is the index of the
+  // vector. All lanes of a warp call `body` together and equally often. Past the end of the stretch, keys are kAbsent.
   template <class Body>
   __device__ __forceinline__ void for_stretch(const BlockGroup& block, const Body& body) const {
     const int lane = block.rank % kWarp;
@@ -87,7 +90,7 @@ class KeyRow : public MaskRow {
     for (int four = from + lane; four - lane < to; four += kWarp) body(four, four < to ? load(four) : uint4{});
   }
 
-  // Stores a word of bytes(keys) for each four of the stretch.
+  // Stores the mask of each of the thread's vectors in the stretch: the word bytes(keys).
   template <class Bytes>
   __device__ __forceinline__ void store_stretch(const BlockGroup& block, const Bytes& bytes) const {
     int from, to;
@@ -97,7 +100,7 @@ class KeyRow : public MaskRow {
   }
 
  private:
-  // Loads a four; kAbsent for places outside of the row.
+  // Loads a vector. Keys at positions outside of the row are kAbsent.
   __device__ uint4 load(int four) const {
     const uint32_t* at = keys_ + 4 * four;
     if constexpr (kPadded) return *reinterpret_cast<const uint4*>(at);
@@ -109,14 +112,15 @@ class KeyRow : public MaskRow {
   Keys* keys_;
 };
 
-// One byte for each of four keys: 1 if the key has the property, else 0.
+// Returns a word with one byte for each of four keys: 1 if the key has the property, else 0.
 template <class Property>
 __device__ __forceinline__ uint32_t bytes_of(const uint4& keys, const Property& property) {
   return (property(keys.x) ? 1u : 0u) | (property(keys.y) ? 0x100u : 0u) | (property(keys.z) ? 0x10000u : 0u) |
          (property(keys.w) ? 0x1000000u : 0u);
 }
 
-// The sum of `own`, which is 0 to 4, over the lanes before this one. `all` gets the sum over all lanes.
+// Returns the sum of `own` over the lanes before this lane, and sets `all` to the sum over all lanes. `own` must be 0
+// to 4.
 __device__ __forceinline__ int before_lane(int own, int& all) {
   const unsigned below = (1u << threadIdx.x % kWarp) - 1;
   int before = 0;
@@ -130,8 +134,9 @@ __device__ __forceinline__ int before_lane(int own, int& all) {
   return before;
 }
 
-// `ties` has a byte for each of four keys that are ties. Returns the bytes of those that are among the first `wanted`
-// ties of the warp's stretch. `tie` counts the ties of the stretch before these fours, and moves on past them.
+// Returns which of this lane's four keys are among the first `wanted` ties of the warp's stretch. Both `ties` and the
+// result have one byte for each key. In `ties`, the byte is 1 if the key is a tie. `tie` is the number of ties in the
+// stretch before the warp's current vectors. The ties in these vectors are added to `tie`.
 __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   int all;
   const int before = before_lane(__popc(ties), all);
@@ -146,14 +151,16 @@ __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   return kept;
 }
 
-// Takes the keys that are at least `floor`, except zeros if they are dropped.
+// Takes (that is, keeps) all keys that are at least `floor`. If zeros are dropped, the keys of zeros are counted
+// instead of taken.
 class Taker {
  public:
-  // `floor` is above 0, so absent keys are not taken.
+  // `floor` must be above 0, so that kAbsent is not taken.
   __device__ Taker(uint32_t floor, const Quota& quota) : floor_(floor), drop_(quota.drop_zeros && floor <= kZeroKey) {}
 
-  // The bytes of the keys that are taken. The height key - floor_ is at most UINT32_MAX - floor_ if the key is taken.
-  // If it is not taken, the height wraps around and is larger. So the lowest height belongs to the lowest taken key.
+  // Returns a word with one byte for each key: 1 if the key is taken, else 0. The height of a key is key - floor_. If
+  // the key is taken, its height is at most UINT32_MAX - floor_. If the key is below floor_, the subtraction wraps
+  // around, and the height is larger. So the lowest height belongs to the lowest taken key.
   __device__ __forceinline__ uint32_t take(const uint4& keys) {
     uint4 heights = make_uint4(keys.x - floor_, keys.y - floor_, keys.z - floor_, keys.w - floor_);
     if (drop_)
@@ -174,14 +181,14 @@ class Taker {
   uint32_t zeros_ = 0, lowest_ = UINT32_MAX;
 };
 
-// Writes the mask of a row, and returns what the thread has kept. If only some ties are kept, ties are counted first.
-// Each warp has a stretch, so that ties are in the order of their index. In each stretch but one, either all ties are
-// kept or none.
+// Writes the mask of a row. Returns the result for this thread's keys. If only some of the ties are kept, the ties are
+// counted first. Each warp has one stretch of the row, so all ties of earlier warps have lower indices. In each stretch
+// but one, either all ties are kept, or no tie is kept.
 template <class Row, class Group>
 __device__ Kept write_mask(const Row& row, const Cut& cut, const Quota& quota, const Group& block) {
   const auto is_tie = [&](uint32_t key) { return key == cut.key; };
-  bool all = cut.all_ties;  // of the warp's stretch
-  int wanted = 0;           // else, how many ties of the stretch are kept
+  bool all = cut.all_ties;  // whether all ties of the warp's stretch are kept
+  int wanted = 0;           // if not all: how many ties of the stretch are kept
   if (!cut.all_ties) {
     int ties = 0;
     row.for_stretch(block, [&](int, const uint4& keys) { ties += __popc(bytes_of(keys, is_tie)); });
@@ -197,7 +204,7 @@ __device__ Kept write_mask(const Row& row, const Cut& cut, const Quota& quota, c
       added += __popc(first);
       row.store(four, taker.take(keys) | (dropped ? 0 : first));
     });
-  } else {  // a loop of its own, in which most warps are: it has half of the instructions
+  } else {  // most warps run this separate loop, which has half as many instructions
     row.store_stretch(block, [&](const uint4& keys) { return taker.take(keys); });
   }
   Kept kept = taker.kept();
@@ -211,7 +218,7 @@ __device__ Kept sum_of(const Kept& own, const Group& block) {
   return {block.reduce(own.zeros, Sum()), block.reduce(own.lowest, Min())};
 }
 
-// Writes false to the mask of a row.
+// Sets the whole mask of a row to false.
 __device__ inline void write_nothing(bool* mask, int count, const BlockGroup& block) {
   const MaskRow row(mask, count);
 #pragma unroll 1

@@ -1,7 +1,7 @@
-// The search for the k-th largest key of a segment, in all kernels of top-K selection. Among the keys that have the
-// digits found so far, a histogram of the next digit gives that digit. All counts are integers, so the order in which
-// atomics add them does not matter. A histogram in shared memory is incremented by plain atomics: the hardware
-// (ATOMS.POPC.INC) adds all lanes with the same bin at once.
+// The search for the k-th largest key of a segment, for all kernels of top-K selection. The search finds one digit
+// after the other. To find the next digit, it makes a histogram of this digit over all keys that have the digits found
+// so far. All counts are integers, so the order in which atomics add them does not matter. Histograms in shared memory
+// are incremented by plain atomics, since one instruction (ATOMS.POPC.INC) adds all lanes with the same bin.
 #pragma once
 
 #include "../core/key_search.h"
@@ -10,21 +10,22 @@
 
 namespace d3s {
 
-// The 32 bits of a key are three digits. So there are three passes, with tables of 8 KB.
+// The 32 bits of a key are cut into three digits, of 11, 11 and 10 bits. So a search takes three passes, and a
+// histogram takes 8 KB.
 constexpr int kDigits = 3;
 constexpr int kBins = 1 << Digit::kMostBits;
 D3S_HOST_DEVICE constexpr Digit digit_of(int number) {
   return {number == 0 ? 21 : number == 1 ? 10 : 0, number == 2 ? 10 : 11};
 }
 
-// The state of a search. The digits found so far are all bits from `shift` on; `equal` keys have these digits. Count is
-// int for the keys of one GPU, and int64_t for the keys of all ranks.
+// The state of a search. The digits found so far are the bits of the key from bit `shift` upwards. Count is int for the
+// keys of one GPU, and int64_t for the keys of all ranks.
 template <class Count>
 struct Found {
-  uint32_t prefix = 0;  // these digits
-  Count left = 0;       // the k-th key's place among the keys with these digits; the largest has place 1
-  Count k = 0;          // how many keys to keep; 0: there is nothing to search
-  Count equal = 0;
+  uint32_t prefix = 0;  // the digits found so far
+  Count left = 0;       // the rank of the k-th largest key among the keys with these digits; the largest key has rank 1
+  Count k = 0;          // how many keys to keep; if 0, there is nothing to search
+  Count equal = 0;      // how many keys have these digits
   int shift = 0;
 
   // Whether all keys with these digits are kept. Then no further digit has to be found.
@@ -38,7 +39,7 @@ struct FoundRoom {
   Count of_warps[kWarp];
 };
 
-// The start of a block's shared memory.
+// The layout of the first part of a block's shared memory.
 struct SearchRoom {
   alignas(16) uint32_t histogram[kBins + 1];  // count_any_keys() uses the last bin
   FoundRoom<int> search;
@@ -57,16 +58,17 @@ __device__ __forceinline__ void count_key(uint32_t* histogram, uint32_t key, con
   if (key != kAbsent && digit.follows(key, prefix)) atomicAdd(&histogram[digit.bin_of(key)], 1u);
 }
 
-// Counts the first digit of all keys, also of absent ones. Their digit is 0, which no other key has if the digit has 10
-// bits or more: it would be a NaN.
+// Counts the first digits of all keys, including kAbsent, which has the first digit 0. If a digit has at least 10 bits,
+// no other key has the first digit 0, since it would be the key of a NaN.
 __device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys,
                                                    int shift = digit_of(0).shift) {
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> shift], 1u);
 }
 
-// Counts the next digit of the keys that have the digits found so far. `lowest`, above 0, is the lowest possible key
-// with these digits. All other keys are counted in an extra bin at the end: a branch for each key would take twice as
-// long. The minimum is taken before the shift, since a difference and a minimum are one instruction.
+// Counts the next digit of the keys that have the digits found so far. `lowest` is the lowest possible key with these
+// digits, and must be above 0. All other keys are counted in an extra bin after the last bin, since a branch for each
+// key would take twice as long. The minimum comes before the shift, since a difference and a minimum together take one
+// instruction.
 __device__ __forceinline__ void count_any_keys(uint32_t* histogram, const uint4& keys, const Digit& digit,
                                                uint32_t lowest) {
   const uint32_t above = static_cast<uint32_t>(digit.bins()) << digit.shift;
@@ -80,14 +82,15 @@ __device__ void add_histogram(const uint32_t* histogram, int bins, Count* total,
     if (histogram[i] > 0) atomicAdd(&total[i], Count{histogram[i]});
 }
 
-// The sums over a warp's lanes: one instruction for int.
+// Returns the sum over the lanes of a warp. For int, this takes one instruction.
 __device__ inline int warp_sum(int value) {
   return static_cast<int>(__reduce_add_sync(kAllLanes, static_cast<unsigned>(value)));
 }
 __device__ inline int64_t warp_sum(int64_t value) { return warp_reduce(value, Sum()); }
 
-// The lane's share of the sum of some bins. Tables of uint32_t come from these kernels, so the bins are aligned and
-// their number is a multiple of 4. Lanes read neighbours, so that no two lanes read from the same bank.
+// Returns this lane's share of the sum of `count` bins. Histograms of uint32_t are written by these kernels, so their
+// bins are aligned, and `count` is a multiple of 4. Neighbouring lanes read neighbouring bins, so that no two lanes
+// read from the same bank.
 __device__ __forceinline__ int add_bins(const uint32_t* bins, int count, int lane) {
   uint32_t sum = 0;
 #pragma unroll 1
@@ -104,16 +107,17 @@ __device__ __forceinline__ int64_t add_bins(const int64_t* bins, int count, int 
   return sum;
 }
 
-// Finds one more digit from the counts of its bins. start(sum of all counts) returns the search so far. All threads of
-// the block must call this, after a barrier. Each warp adds up some bins; the first warp has the highest bins. Then the
-// warp with the k-th key looks for the key's bin. If the counts do not fit the search, nothing is kept; only counts
-// passed in by a caller can be wrong. With kClear, the counts are 0 afterwards.
+// Finds one more digit, from the counts of the digit's bins. start(sum of all counts) returns the state of the search
+// before this digit. All threads of the block must call this, after a barrier. Each warp adds up some of the bins; the
+// first warp has the highest bins. Then the warp whose bins contain the k-th largest key looks for the bin of this key.
+// If the counts contradict the search, no key is kept. This can happen only if a caller of an op passes in wrong
+// counts. If kClear is true, the counts are set to 0 after use.
 template <bool kClear = false, class Bin, class Count, class Start>
 __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockGroup& block, FoundRoom<Count>& room,
                                    const Start& start) {
   const int warp = block.rank / kWarp, lane = block.rank % kWarp;
-  const int each = max(digit.bins() >> (31 - __clz(block.warps())), 1);  // bins of a warp
-  const int low = digit.bins() - (warp + 1) * each;                      // the lowest of them; below 0: it has none
+  const int each = max(digit.bins() >> (31 - __clz(block.warps())), 1);  // the number of bins of a warp
+  const int low = digit.bins() - (warp + 1) * each;  // the warp's lowest bin; negative if the warp has no bins
   const Count own = warp_sum(low >= 0 ? add_bins(counts + low, each, lane) : Count{0});
   if (lane == 0) room.of_warps[warp] = own;
   if (block.rank == 0) room.found = {};
@@ -130,7 +134,7 @@ __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockG
     const Count of_these = up_to;
     above += warp_exclusive_sum(up_to);
     if (above < before.left && before.left <= above + of_these) {
-#pragma unroll 4  // without an early end, so that loads do not wait for each other
+#pragma unroll 4  // there is no early exit, so that loads do not wait for each other
       for (int i = 1; i <= bins; ++i) {
         const auto here = static_cast<Count>(counts[top - i]);
         if (above < before.left && before.left <= above + here)
@@ -148,8 +152,9 @@ __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockG
   return room.found;  // between this read and the next call's write, every caller has a barrier
 }
 
-// Finds the first digit. The quota decides how many of the present keys to keep. If absent keys were counted too,
-// `absent` is their number: they are in the lowest bin, which has no other keys.
+// Finds the first digit. The quota decides how many keys to keep, from the number of keys other than kAbsent. If the
+// counts include kAbsent, `absent` must be the number of keys that are kAbsent. They are in the lowest bin, which has
+// no other keys.
 template <bool kClear = false, class Bin, class Count>
 __device__ Found<Count> find_first_digit(Bin* counts, const Digit& digit, const Quota& quota, const BlockGroup& block,
                                          FoundRoom<Count>& room, Count absent = 0) {

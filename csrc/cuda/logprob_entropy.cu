@@ -1,4 +1,4 @@
-// logprob_entropy and its backward. Each of them makes one pass over the logits.
+// The kernels of logprob_entropy and logprob_entropy_backward. Each of these two ops makes one pass over the logits.
 //
 // A row is cut into slices of a fixed size. In a slice, every thread of a block has a softmax state. Each warp merges
 // the states of its lanes, then the states of the warps are merged, and finally the states of the slices, from left to
@@ -42,11 +42,12 @@ D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(co
 template <class T, bool kAligned>
 __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-  constexpr int kShare = kStride<T> / kWarps;                       // 2 KB of neighbouring elements
-  constexpr int kApart = kWarp * kPerVector<T>;                     // from a lane's vector to its next one
-  constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element past its last one
-  // `own` is the index of the lane's first element, `ahead` of the warp's first element. `end` is moved by the same
-  // distance, so that all lanes of a warp leave the loop in the same iteration.
+  constexpr int kShare = kStride<T> / kWarps;    // 2 KB of neighbouring elements
+  constexpr int kApart = kWarp * kPerVector<T>;  // from one vector of a lane to the lane's next vector
+  constexpr int kReach =
+      kApart * (kInFlight - 1) + kPerVector<T>;  // the length of the range that a lane's vectors span
+  // `own` is the index of the lane's first element, which is `ahead` elements after the warp's first element. `end` is
+  // also moved by `ahead`, so that all lanes of a warp leave the loop in the same iteration.
   const int ahead = lane * kPerVector<T>;
   const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
@@ -71,7 +72,7 @@ __device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperatu
   return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
 }
 
-// Computes a row's result from the row's state, and writes it. Only one thread calls this.
+// Writes a row's result, computed from the row's state; for a tile, writes only the state. Only one thread calls this.
 template <class T>
 __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
   const int64_t label = rows.column(rows.labels[row]);
@@ -172,8 +173,8 @@ void dispatch_rows(const LogitsRows& rows, const Body& body) {
   });
 }
 
-// The most slices whose shares fit in the default amount of shared memory. This is enough for 8 million tokens, far
-// more than any vocabulary has.
+// The maximum number of slices whose shares fit in the default amount of shared memory. This is enough for 8 million
+// tokens, far more than any vocabulary has.
 constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
 
 constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // indices in a row, and past the row's end, are ints
@@ -291,8 +292,8 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
   for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  // The thread whose vector contains the label writes the label's gradient again at the end. It reads the label's logit
-  // here, before it may overwrite it.
+  // The thread whose vector contains the label writes the label's gradient again at the end. The thread reads the
+  // label's logit here, since its vectors may overwrite the logit later.
   const int at = label - first_whole;
   const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
   T* const label_place = has_label ? gradient + label : nullptr;
@@ -348,9 +349,10 @@ __global__ void __launch_bounds__(kGradientThreads)
   write_gradient_of_block<T, false, true>(rows, gradients, out, out_layout);
 }
 
-// The number of float32 logits that a thread loads before it uses the first. Each logit is loaded by itself, so that a
-// row may begin at any address; a warp loads 128 bytes at a time. This is fast enough: an element takes some 22
-// instructions, and its 6 bytes of memory traffic, at 4.3 TB/s, leave time for 40.
+// The number of float32 logits that a thread loads before it uses the first logit. Loads of single logits are used
+// instead of vectors, so that a row may begin at any address; a warp then loads 128 bytes at a time. This is fast
+// enough: an element takes some 22 instructions, and the memory traffic of an element (6 bytes, at 4.3 TB/s) takes as
+// long as 40 instructions.
 constexpr int kNarrowInFlight = 16;
 constexpr int kNarrowStep = kGradientThreads * kNarrowInFlight;
 
@@ -394,7 +396,8 @@ __global__ void __launch_bounds__(kGradientThreads)
 
 }  // namespace
 
-const bool kMakesKeys = true;  // the thread with the entropy makes the key, so no kernel loads H, A and the mask again
+// The thread that computes a row's entropy also computes the row's key. So no kernel loads H, A and the mask again.
+const bool kMakesKeys = true;
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device) {
   RowSink sink;

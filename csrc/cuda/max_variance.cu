@@ -1,9 +1,11 @@
-// max_variance_select: the k values of each segment with the largest variance. The kernels sort the values, try every
-// split (the first i and the last k - i values), and mark both ends of the best split.
+// max_variance_select: selects the k values with the largest variance in each segment. The kernels sort the values, try
+// every split (the first i and the last k - i values), and mark the values of the best split.
 //
-// Segments of up to 4,096 values take one launch. Up to 128 values are sorted in registers, by some lanes of a warp.
-// More values are sorted in shared memory, by a block. If the host knows a bound on the lengths, longer segments are
-// all sorted together (segment_sort.h). After that, blocks try the splits of all segments (max_variance_stretches.h).
+// If the host knows a bound on the lengths, the bound decides how segments are sorted. If it is at most 128 values,
+// some lanes of a warp sort each segment in registers. If it is at most 4,096 values, a block sorts each segment in
+// shared memory. Both take a single launch. If the bound is above 4,096 values, all segments are sorted together
+// (segment_sort.h), and after that, blocks try the splits of all segments (max_variance_stretches.h). Without a bound,
+// warps handle the segments of up to 128 values, and blocks handle the others.
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (groups)    select_groups       values, mask        -> out
@@ -26,7 +28,7 @@ namespace {
 
 // ---- in shared memory --------------------------------------------------------------------------------------------
 
-constexpr int kBlockThreads = 512;  // eight of 4,096 entries for each; more threads would have too few registers
+constexpr int kBlockThreads = 512;  // each has 8 of 4,096 entries; more threads would have too few registers
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
@@ -146,7 +148,7 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   int bits = 32;
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
-  auto* unused = sorted.entries == entries ? entries + n : entries;  // free now; later holds the spreads
+  auto* unused = sorted.entries == entries ? entries + n : entries;  // free after the sort; will hold the spreads
   static_assert(sizeof *unused == sizeof(double));
   const int64_t blocks = segments.count + ceil_div(n, kRound);
   const SortedSegments all = {sorted,
@@ -175,7 +177,7 @@ constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }
 
-// Calls `body` with the smallest number of lanes that hold `length` values.
+// Calls `body` with the smallest number of lanes that can hold `length` values.
 template <int kLanes = 2, class Body>
 void with_lanes_for(int64_t length, const Body& body) {
   if constexpr (kLanes < kWarp) {

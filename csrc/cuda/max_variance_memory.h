@@ -7,7 +7,8 @@
 
 namespace d3s {
 
-// The entry of a value: the value's order key, and its index. Unusable values sort last.
+// Returns the entry of a value, which consists of the value's order key and the value's index. Unusable values sort
+// last.
 D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
 D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
 
@@ -19,13 +20,13 @@ constexpr int kSplits = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
 namespace {  // internal linkage, like Moments
 
-// One thread's part of the moments of splits. The parts of all threads are added up.
+// One thread's share of the moments of splits. The shares of all threads are added up.
 struct SplitSums {
-  Moments high;   // of the thread's keys among the last k keys
-  Moments moved;  // the change by the thread's exchanges, from one split to another
+  Moments high;   // over the thread's keys among the last k keys
+  Moments moved;  // the changes that the thread's exchanges cause, between two splits
 };
 
-// A block that adds up several values of each thread between the same barriers. This takes as long as to add up one
+// A block that adds up several values of each thread between the same barriers. This takes no longer than adding up one
 // value, since most of the time is spent waiting.
 struct SplitBlock : BlockGroup {
   static constexpr int kMostThreads = 512, kMostNumbers = 4;
@@ -35,7 +36,7 @@ struct SplitBlock : BlockGroup {
   __device__ explicit SplitBlock(unsigned char* shared)
       : BlockGroup(shared), of_warps_(reinterpret_cast<double*>(shared + BlockGroup::kSharedBytes)) {}
 
-  // Replaces each of the thread's numbers with its sum over all threads.
+  // Replaces each element of `numbers` with the element's sum over all threads.
   template <int kCount>
   __device__ void sum(double (&numbers)[kCount]) const {
 #pragma unroll
@@ -46,8 +47,8 @@ struct SplitBlock : BlockGroup {
     sync();  // before the next call overwrites of_warps_
   }
 
-  // Replaces each of the thread's numbers with its sum over the threads before this thread. `all` gets the sums over
-  // all threads.
+  // Replaces each element of `numbers` with the element's sum over the threads before this thread. Sets `all` to the
+  // sums over all threads.
   template <int kCount>
   __device__ void exclusive_sum(double (&numbers)[kCount], double (&all)[kCount]) const {
     double earlier[kCount] = {};
@@ -74,8 +75,8 @@ struct SplitBlock : BlockGroup {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of_warps_[rank / kWarp * kCount + i] = numbers[i];
   }
-  // Sets `sums` to the sums over all warps, which are added one after the other. Before it adds a warp, calls
-  // before(warp): `sums` then has the sums over the warps before this warp.
+  // Sets `sums` to the sums over all warps. The warps are added one after the other, and before(warp) is called before
+  // a warp is added. During this call, `sums` contains the sums over the warps before `warp`.
   template <int kCount, class Body>
   __device__ void get(double (&sums)[kCount], const Body& before) const {
 #pragma unroll
@@ -97,8 +98,8 @@ __device__ inline SplitSums sum_of(const SplitSums& own, const SplitBlock& block
   return {{sums[0], sums[1]}, {sums[2], sums[3]}};
 }
 
-// Returns the sum of `start` over all threads, plus the sum of `moved` over the threads before this thread. `end` gets
-// the sum of both `start` and `moved` over all threads.
+// Returns the sum of `start` over all threads, plus the sum of `moved` over the threads before this thread. Sets `end`
+// to the sum of `start` plus `moved` over all threads.
 template <class Group>
 __device__ Moments running_sum(const Moments& start, const Moments& moved, Moments& end, const Group& group) {
   const Moments first = {group.reduce(start.sum, Sum()), group.reduce(start.square, Sum())};
@@ -222,7 +223,7 @@ __device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group&
 
 // ---- sort and mark -----------------------------------------------------------------------------------------------
 
-// Handles one segment. `entries` has room for n entries.
+// Selects the values of one segment, and writes the segment's mask. `entries` has room for n entries.
 template <class T, class Group>
 __device__ void select_segment(const T* values, const bool* mask, int n, int64_t k, Entry* entries, const Group& group,
                                bool* out) {

@@ -18,8 +18,9 @@ namespace {
 
 constexpr int kStretchThreads = 256;
 constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
-// A stretch is one round. In segments of kMostOfOneRound values or more, it is several rounds: each block adds up the
-// sums of all stretches before its own stretch, so a segment should have at most some 4,000 stretches.
+// In a segment of fewer than kMostOfOneRound values, a stretch is one round. In a longer segment, a stretch is several
+// rounds, so that there are at most some 4,000 stretches. More stretches would take too long, since each block adds up
+// the sums of all stretches before its own stretch.
 constexpr int kMostOfOneRound = 1 << 22;
 
 struct SortedSegments {
@@ -31,14 +32,14 @@ struct SortedSegments {
   // sums and best are [blocks], indexed by Stretch::slot()
   SplitSums* sums;
   double* best;     // the largest spread of each stretch
-  double* spreads;  // [values]: split i is at its segment's i-th value; no segment has more splits than values
+  double* spreads;  // [values]: split i is at the segment's i-th value; no segment has more splits than values
 };
 
-// The stretch of a block. The first blocks take the first stretch of each segment; even an empty segment has such a
-// block. For the later stretches, the sorted values of all segments together are cut into rounds, and each round has a
-// block. A stretch belongs to the block of the round in which the stretch begins. No two of these stretches begin in
-// the same round: the stretches of a segment begin at least a round apart, and the second stretch begins at least a
-// round after the segment's first value.
+// The stretch that a block handles. The first blocks handle the first stretch of each segment; even an empty segment
+// has such a block. For the later stretches, the sorted values of all segments together are cut into rounds, and there
+// is one block for each round. A later stretch belongs to the block of the round in which the stretch begins. No two
+// later stretches begin in the same round: the stretches of a segment begin at least a round apart, and the second
+// stretch begins at least a round after the segment's first value.
 struct Stretch {
   int64_t segment, begin, keep;
   int64_t from = -1;  // the first split of the stretch; -1 if the block has no stretch
@@ -60,7 +61,7 @@ struct Stretch {
     if (round < 0 || number > 0) from = int64_t{number} * length;
     if (from > keep || from > n) from = -1;
   }
-  // The slot for the sums of the segment's i-th stretch.
+  // Returns the slot for the sums of the segment's i-th stretch.
   __device__ int64_t slot(const SortedSegments& all, int i) const {
     return i == 0 ? segment : all.segments.count + begin / kRound + i;
   }
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kStretchThreads, 2)
   if (block.rank == 0) all.sums[stretch.slot(all, stretch.number)] = sums;
 }
 
-// The maximum over all threads' values. The values are compared as integers that sort in the same order, which needs
-// less code.
+// Returns the maximum over all threads' values. The values are compared as integers that sort in the same order, which
+// needs less code.
 __device__ inline double largest(double own, const SplitBlock& block) {
   const auto flip = [](int64_t bits) { return bits < 0 ? bits ^ INT64_MAX : bits; };
   int64_t bits;
@@ -127,7 +128,7 @@ __device__ inline double find_spreads(const SortedSegments& all, const Stretch& 
   const SortedKeys at = {all.sorted.entries + stretch.begin};
   const int k = static_cast<int>(stretch.keep);
   const Splits<SortedKeys, SplitBlock> splits(at, usable, k, block);
-  SplitSums read;  // loaded ahead: the first load runs while the keys are loaded
+  SplitSums read;  // loaded ahead, so that its first load runs while the keys are loaded
   const auto load = [&](int i) {
     if (i < stretches) read = all.sums[stretch.slot(all, i)];
   };
@@ -150,8 +151,8 @@ __device__ inline double find_spreads(const SortedSegments& all, const Stretch& 
   return largest(best, block);
 }
 
-// Of the blocks of a segment, the one that finishes last chooses the split. It reads only the spreads of the last
-// stretch that has a spread equal to the best one.
+// The last block of a segment to finish chooses the segment's split. This block reads only the spreads of one stretch:
+// the last stretch with a spread that is treated as equal to the best spread.
 __global__ void __launch_bounds__(kStretchThreads, 2) find_sorted_ends(const __grid_constant__ SortedSegments all) {
   const SplitBlock block(dynamic_shared<unsigned char>());
   const Stretch stretch(all);

@@ -34,8 +34,8 @@ __device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
 // would have no warp if there are 1,024 groups.
 constexpr int kPerLane = 4;
 
-// Which sorted entries are kept. The `usable` entries come first; of these, the first `low` and the last `high` are
-// kept.
+// Says which sorted entries are kept. The `usable` entries come first; of these, the first `low` and the last `high`
+// are kept.
 struct Ends {
   int64_t low, high, usable;
 
@@ -50,7 +50,7 @@ template <int kLanes>
 struct Lanes {
   static constexpr int kCapacity = kLanes * kPerLane;
 
-  int rank, first;  // `first` is the lane of the warp that has rank 0
+  int rank, first;  // `first` is the lane with rank 0 in this lane's group
 
   __device__ Lanes() {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -64,12 +64,12 @@ struct Lanes {
     return __ballot_sync(kAllLanes, predicate) & (kAllLanes >> (kWarp - kLanes) << first);
   }
 
-  // Returns the sum over the lanes before this lane, or over the lanes after it.
+  // If kBefore is true, returns the sum over the lanes before this lane, else over the lanes after this lane.
   template <bool kBefore>
   __device__ double sum_of_others(double value) const {
     double sum = 0.0;
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {  // `value` is the sum over `step` aligned lanes
+    for (int step = 1; step < kLanes; step *= 2) {  // `value` is the sum over an aligned block of `step` lanes
       const double other = __shfl_xor_sync(kAllLanes, value, step);
       if (((rank & step) != 0) == kBefore) sum += other;
       value += other;
@@ -140,14 +140,14 @@ struct Lanes {
 
   // Returns how many of the k kept keys come from the low end of n sorted keys, if n > k > 1. A lane tries split i for
   // each position i of its own keys. Split i has the keys at the positions before i. For each position from i to k - 1,
-  // it also has the partner of this position: the key n - k positions after it.
+  // it also has the partner of this position: the key that is n - k positions later.
   __device__ int best_split(const uint32_t (&sorted)[kPerLane], int n, int k) const {
     const double shift = order_key_value(at(sorted, n / 2)), count = k;
     uint32_t partners[kPerLane];
     ahead(sorted, static_cast<unsigned>(n - k), partners);
 
     const int place = rank * kPerLane;
-    Moments low[kPerLane + 1], high[kPerLane + 1];  // of the lane's keys before r; of its partners from r on
+    Moments low[kPerLane + 1], high[kPerLane + 1];  // low[r]: over keys before r; high[r]: over partners from r on
 #pragma unroll
     for (int r = 0; r < kPerLane; ++r) {
       low[r + 1] = low[r];
@@ -189,7 +189,7 @@ struct Lanes {
 
   // ---- marks -----------------------------------------------------------------------------------------------------
 
-  // Marks the first `number` keys in ascending order. Among equal keys, lower indices come first.
+  // Marks the `number` smallest keys. Among equal keys, lower indices come first.
   __device__ void mark_first(const uint32_t (&keys)[kPerLane], const uint32_t (&sorted)[kPerLane], int number,
                              bool (&marks)[kPerLane]) const {
     const uint32_t next = at(sorted, number), cut = number < kCapacity ? next : kUnusable;

@@ -1,5 +1,5 @@
-// Notes on the device that arguments are invalid. In one kernel of an op, all threads of the grid call these functions
-// once. They do so before the kernel's work starts, when few registers are in use.
+// These functions note on the device that arguments are invalid. In one kernel of each op, all threads of the grid call
+// them once, before the kernel's work starts. At that time, few registers are in use.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -7,7 +7,8 @@
 
 namespace d3s {
 
-// This is not inlined, so that the code of the rest of a kernel stays the same. It is called only if there are offsets.
+// This function is not inlined, so that it does not change the machine code of the rest of the kernel. It is called
+// only if there are offsets.
 __device__ D3S_NOINLINE inline void note_any_offsets(const Segments& segments, const Faults& faults) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
 #pragma unroll 1

@@ -1,13 +1,13 @@
-// importance_ratio, entropy_groups, adaptive_clip. If the means of groups are needed, a block handles a whole sequence:
-// it sums the groups, and then writes a value for each token. Ragged sequences, or a few long sequences, take two
-// launches instead. In these, each warp has 1,024 tokens, wherever sequences begin and end. Sums are integers, so
-// atomic additions give bitwise equal sums in any order.
+// The kernels of importance_ratio, entropy_groups and adaptive_clip. If the means of groups are needed, a block handles
+// a whole sequence: the block computes the sum of each group, and then writes a value for each token. Ragged sequences,
+// or a few long sequences, take two launches instead. In these launches, each warp handles 1,024 tokens, regardless of
+// where sequences begin and end. Sums are integers, so atomic additions give bitwise equal sums in any order.
 //
 //   launch                      kernel                reads (and mask, group ids)              -> writes
 //   importance_ratio            whole_sequences       logprob and old_logprob                  -> out
 //   adaptive_clip               whole_sequences       entropy                                  -> out
 //   group sums                  add_terms             logprob and old_logprob, or entropy      -> sums
-//   importance_ratio (sums)     write_numbers         sums, logprob and old_logprob or neither -> out
+//   importance_ratio (sums)     write_numbers         sums, sometimes the two logprobs         -> out
 //   adaptive_clip (sums)        write_numbers         sums                                     -> out
 //   importance_ratio (tokens)   write_each            logprob, old_logprob                     -> out
 //   importance_ratio_backward   write_each            grad, ratio                              -> out
@@ -24,10 +24,10 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kStretch = 1024;  // tokens of a warp: gives a small batch enough warps, and a large batch few atomics
+constexpr int64_t kStretch = 1024;  // tokens of a warp: enough warps for a small batch, few atomics for a large batch
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
 constexpr int kVector = 4;          // tokens: 16 bytes of floats, 4 bytes of the mask
-constexpr int kOwnGroups = 4;       // each thread has its own sums for so many groups; more groups are rare
+constexpr int kOwnGroups = 4;       // the number of groups for which a thread has its own sums; more groups are rare
 constexpr uint32_t kEach = 0x01010101u;  // kEach * b has the byte b for each of kVector tokens
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store(int8_t* p, uint32_t bytes) {
 }
 
 // Whether kVector tokens can be loaded or stored together, if the index of their first token is a multiple of kVector.
-// True for null.
+// Also true if p is null.
 template <class T>
 bool has_vectors(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (kVector * sizeof(T)) == 0;
@@ -89,9 +89,9 @@ struct Part {
   int rank, size;
 };
 
-// Calls body(width, first, step, end) for this thread's tokens. One call has up to kInFlight vectors. Vector j has the
-// `width` tokens from first + j * step on, and exists if this index is below `end`. `width` is kVector for whole
-// vectors. It is 1 before the first and after the last whole vector, and everywhere if `vectors` is false.
+// Calls body(width, first, step, end) for this thread's tokens. Each call covers up to kInFlight vectors. Vector j has
+// the `width` tokens from index first + j * step on, and exists if this index is below `end`. `width` is kVector for
+// whole vectors. It is 1 before the first and after the last whole vector, and everywhere if `vectors` is false.
 template <class Body>
 __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const Body& body) {
   const auto each = [&](auto width, int64_t begin, int64_t end) {
@@ -128,7 +128,7 @@ struct Tokens {
   __device__ __forceinline__ float difference(int k) const { return has(k) ? a.at[k] - b.at[k] : 0.f; }
 };
 
-// The inputs of each token: its values in a and b, and its group. If b is null, its values count as 0.
+// The inputs of all tokens: the values in `a` and `b`, and the groups. If `b` is null, the values in `b` count as 0.
 struct Terms {
   const float *a, *b;
   TokenGroups groups;
@@ -192,15 +192,15 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
   if (part.flags) atomicOr(&total->flags, part.flags);
 }
 
-// A thread adds up its terms of a group in one word. The lower 52 bits have the sum of the terms in units of
-// exact_sum.h, and the upper bits have the number of terms. There is room for 4,095 terms, since the sum of their units
-// is below 2^50. A part has at most kLong tokens, so a thread has at most 2,050 terms.
+// A thread adds up its terms of a group in one word. The lower 52 bits have the sum of the terms, in the units of
+// exact_sum.h. The upper bits have the number of terms. There is room for 4,095 terms, since the sum of their units is
+// below 2^50. A part has at most kLong tokens, so a thread has at most 2,050 terms.
 constexpr int kUnitBits = 52;
 constexpr int64_t kLong = int64_t{1} << 19;
 
-// For each token of a part, adds the term a - b to this thread's word for the token's group. If the term is far or the
-// group has no words, adds the term to sums[group] instead. The words of a block are [group][thread]. The last group of
-// words is for tokens in no group, and is never read.
+// For each token of a part, adds the term a - b to this thread's word for the token's group. If is_far(term) is true,
+// or if the group has no words, adds the term to sums[group] instead. The words of a block are [group][thread]. The
+// last group of words is for tokens in no group, and is never read.
 template <bool kGroups>
 __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, uint64_t* words, ExactSum* sums,
                                          const Faults& faults) {
@@ -272,8 +272,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- a value for each token --------------------------------------------------------------------------------------
 
-// The results that are computed from the means: a ratio for each group, a ratio for each token, or `scale` times the
-// mean.
+// Defines the results that are computed from the means: a ratio for each group, a ratio for each token, or `scale`
+// times the mean.
 struct Numbers {
   bool ratios, of_tokens;
   LogBounds bounds;
@@ -360,11 +360,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr int64_t kShort = 8192;  // tokens that one block sums and writes in the time of two launches
-constexpr int64_t kMany = 128;    // so many sequences, with one block each, keep a GPU busy, whatever their length
+constexpr int64_t kMany = 128;    // a GPU is busy with this many sequences, one block each, whatever their length
 
 void write_group_numbers(const char* name, const char* name_of_sums, const float* a, const float* b,
                          const TokenGroups& groups, const Numbers& numbers, float* out, Device& device) {
-  if (groups.tokens == 0) return;  // else a block for sequences without tokens would have no threads
+  if (groups.tokens == 0) return;  // otherwise, empty sequences would get blocks of 0 threads
   const Terms terms(a, b, groups, out);
   const size_t words = kThreads * sizeof(uint64_t) * (groups.ids ? kOwnGroups + 1 : 1);
   const Segments& sequences = groups.sequences;
@@ -386,8 +386,8 @@ void write_group_numbers(const char* name, const char* name_of_sums, const float
 
 // ---- token by token ----------------------------------------------------------------------------------------------
 
-// out[i] = value(i) for each i below n. `value` has two steps, loading and computing, so that a thread can load several
-// vectors before it computes with the first.
+// Sets out[i] = value(i) for each i below n. `value` has two steps, loading and computing, so that a thread can load
+// several vectors before it computes with the first vector.
 template <class Out, class Value>
 __global__ void __launch_bounds__(kThreads)
     write_each(int64_t n, bool vectors, const __grid_constant__ Value value, Out* out) {

@@ -29,11 +29,12 @@ struct RowGradient {
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 
  private:
-  // e * on_line. For a logit of -inf the result is 0, since the product could be 0 * inf. NaN stays NaN.
+  // Returns e * on_line. If e is 0, as for a logit of -inf, the result is 0, since the product could be 0 * inf. If e
+  // is NaN, the result is NaN.
   __device__ static float product(float e, float on_line) { return e > 0.f ? e * on_line : e; }
 };
 
-// Sets n elements to the same number.
+// Sets n elements to `number`.
 template <class T>
 __device__ void fill(T* p, int n, float number) {
   const T value = from_float<T>(number);

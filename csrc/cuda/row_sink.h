@@ -9,7 +9,7 @@ namespace d3s {
 struct RowSink {
   RowOutputs outputs;
   KeyOutput keys;
-  RowState* states = nullptr;  // if set, a tile is merged into these states; else outputs are written
+  RowState* states = nullptr;  // if set, the rows of a tile are merged into these states, and no outputs are written
   Faults faults;
 };
 

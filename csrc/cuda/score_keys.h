@@ -1,4 +1,4 @@
-// The order keys of scores, made while the scores are loaded: |A| * H is never stored.
+// Computes the order keys of scores while the scores are loaded. So |A| * H is never stored.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -8,7 +8,7 @@ namespace d3s {
 
 D3S_HOST_DEVICE float weighted(float advantage, float entropy) { return fabsf(advantage) * entropy; }
 
-// The key of a position from its entropy. The position must not be masked out.
+// Returns the key of a position, computed from the entropy at this position. The position must not be masked out.
 __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position, float entropy) {
   switch (scores.kind) {
     case Scores::Advantages::kNone:
@@ -23,7 +23,8 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
   }
 }
 
-// Positions are ints. A block's next position, after the last score, must fit too.
+// Throws if there are too many scores. Kernels use int for positions. A position that a block computes past the last
+// score must also fit in an int.
 inline void require_places(int64_t scores) {
   constexpr int64_t kMost = 2'000'000'000;
   if (scores > kMost)
@@ -31,13 +32,15 @@ inline void require_places(int64_t scores) {
                                 std::to_string(kMost) + " on a GPU");
 }
 
-// A four is four neighbouring scores. A thread loads so many fours before it uses the first.
+// The number of vectors that a thread loads before it uses the first vector. Here, a vector is four neighbouring
+// scores; in names, it is called `four`.
 constexpr int kFoursInFlight = 2;
 
-// Loads scores and makes their keys. If there is one advantage per sequence, kLookUp says whether each position's
-// sequence is looked up; if not, all positions are in one sequence. A four is loaded as one vector if fours are aligned
-// when one of them begins at position `origin`. kAtOnce: no score has an advantage of its own, and the loads of scores
-// and mask do not wait for each other.
+// Loads scores and computes their keys. kLookUp matters only if there is one advantage for each sequence. If it is
+// true, the sequence of each position is looked up; if it is false, all positions are in one sequence. Vectors must
+// begin at position `origin`, or a multiple of 4 positions from there. If such vectors are aligned, each is loaded with
+// one instruction. kAtOnce: there are no per-token advantages, and the loads of the scores and of the mask do not wait
+// for each other.
 template <bool kLookUp, bool kAtOnce = false>
 class ScoreKeys {
  public:
@@ -46,7 +49,8 @@ class ScoreKeys {
         aligned_(is_aligned(scores, origin)),
         one_(scores.kind == Scores::Advantages::kPerSequence ? sequence : 0) {}
 
-  // Loads the keys of the fours at positions first, first + stride, ...; kAbsent outside of [begin, end).
+  // Loads the keys of kCount vectors, which begin at positions first, first + stride, ... Keys outside of [begin, end)
+  // are kAbsent.
   template <int kCount>
   __device__ void load(int first, int stride, int begin, int end, uint4 (&keys)[kCount]) {
     const Fours fours{first, stride, begin, end, aligned_};
@@ -56,7 +60,7 @@ class ScoreKeys {
       load_words(fours, scores_.keys, kAbsent, keys);
       return;
     }
-    constexpr uint32_t kNoNumber = 0x7fff7fff;  // NaN in every type, whose key is kAbsent
+    constexpr uint32_t kNoNumber = 0x7fff7fff;  // NaN in every type; the key of NaN is kAbsent
     uint32_t present[kCount];
     if (kAtOnce && scores_.mask) load_mask(fours, present);
     float values[kCount][4];
@@ -111,14 +115,14 @@ class ScoreKeys {
   }
 
  private:
-  // The fours that are loaded at a time.
+  // The vectors that one call of load() loads.
   struct Fours {
     int first, stride, begin, end;
     bool aligned;
 
     __device__ int place(int j) const { return first + j * stride; }
     __device__ bool has(int j, int i) const { return place(j) + i >= begin && place(j) + i < end; }
-    // Whether the fours from i to j are loaded as one vector each.
+    // Whether each of the vectors i to j is loaded with one instruction.
     __device__ bool whole(int i, int j) const { return aligned && place(i) >= begin && place(j) + 4 <= end; }
     __device__ bool whole(int j) const { return whole(j, j); }
   };
@@ -138,7 +142,7 @@ class ScoreKeys {
     body(0, four.x), body(1, four.y), body(2, four.z), body(3, four.w);
   }
 
-  // Loads words of 32 bits. Positions outside of the range give `outside`.
+  // Loads words of 32 bits. Words outside of [begin, end) are set to `outside`.
   template <int kCount>
   __device__ static void load_words(const Fours& fours, const uint32_t* from, uint32_t outside,
                                     uint4 (&words)[kCount]) {
@@ -158,8 +162,8 @@ class ScoreKeys {
     }
   }
 
-  // Makes keys as if no value were NaN, which is rare, and looks at them again if one is: one instruction shows whether
-  // either of two values is NaN.
+  // Computes the keys as if no value were NaN. If a value is NaN, which is rare, then corrects the keys. The test for
+  // NaN takes one instruction for two values.
   template <int kCount>
   __device__ static void keys_of_numbers(const float (&values)[kCount][4], uint4 (&keys)[kCount]) {
     bool numbers = true;
@@ -171,14 +175,14 @@ class ScoreKeys {
                  order_key_of_number(of[3])};
     }
     if (numbers) return;
-    asm volatile("");  // so that the compiler does not make the comparisons below for all values
+    asm volatile("");  // without this, the compiler would run the comparisons below even if no value is NaN
 #pragma unroll
     for (int j = 0; j < kCount; ++j)
       for (uint32_t* key : {&keys[j].x, &keys[j].y, &keys[j].z, &keys[j].w})
         if (*key < kSmallestKey || *key > kLargestKey) *key = kAbsent;
   }
 
-  // Loads a byte of the mask for each score.
+  // Loads one byte of the mask for each score.
   template <int kCount>
   __device__ void load_mask(const Fours& fours, uint32_t (&present)[kCount]) const {
     const auto from = [&](int j) { return scores_.mask + fours.place(j); };
@@ -200,7 +204,7 @@ class ScoreKeys {
     }
   }
 
-  // Makes the keys of masked positions absent.
+  // Sets the keys of masked-out positions to kAbsent.
   template <int kCount>
   __device__ static void leave_out(const uint32_t (&present)[kCount], uint4 (&keys)[kCount]) {
 #pragma unroll
@@ -233,7 +237,7 @@ class ScoreKeys {
         if constexpr (kLookUp) {
 #pragma unroll
           for (int j = 0; j < kCount; ++j)
-#pragma unroll 1  // four turns bring each value back to its place
+#pragma unroll 1  // after four rotations, each value is back at its index
             for (int i = 0; i < 4; ++i) {
               float value = values[j][0];
               if (fours.has(j, i)) {
@@ -255,28 +259,29 @@ class ScoreKeys {
     }
   }
 
-  // The sequence of the latest position. A new one is looked up only past its end, so positions have to ascend.
+  // The sequence of the previous position. The next position's sequence is looked up only if the position is past the
+  // end of this sequence. So positions must ascend.
   struct Sequence {
     float advantage = 0.f;
     int end = -1;
   };
 
-  // Not inlined: it would be a large part of each kernel's code.
+  // This is not inlined, since it would be a large part of each kernel's code.
   __device__ D3S_NOINLINE static Sequence sequence_at(const Scores& scores, int position) {
     const Segments& sequences = scores.sequences;
     const int64_t at = sequences.count > 0 ? sequences.find(position) : 0;
-    if (at >= sequences.count) return {NAN, INT32_MAX};  // only with bad offsets; gives an absent key
+    if (at >= sequences.count) return {NAN, INT32_MAX};  // only with bad offsets; the key is then kAbsent
     return {scores.advantages[at], static_cast<int>(sequences.end(at))};
   }
 
   const Scores& scores_;
   bool aligned_;
-  int64_t one_;  // the index of the advantage, if all positions have the same
+  int64_t one_;  // the index of the advantage, if all positions have the same advantage
   Sequence sequence_;
 };
 
-// Calls body(four, keys) for the thread's share of the fours with a position in [begin, end). The first four begins at
-// `origin`, which is up to 3 positions before `begin`.
+// Calls body(four, keys) for this thread's share of the vectors that contain a position in [begin, end). `four` is the
+// index of the vector. Vector 0 begins at `origin`, which is at most 3 positions before `begin`.
 template <int kInFlight = kFoursInFlight, bool kLookUp, class Body>
 __device__ __forceinline__ void for_scores(ScoreKeys<kLookUp> source, int origin, int begin, int end,
                                            const BlockGroup& block, const Body& body) {

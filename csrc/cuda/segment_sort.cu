@@ -1,6 +1,6 @@
-// Sorts the values of long segments by their keys, or the places of kept tokens by their tokens. Up to 65,536 entries
-// are sorted by the kernels of this file, in at most three launches. CUB takes twelve launches, which is worth while
-// only for more entries.
+// Sorts the values of long segments by their keys, or the places of kept tokens by their tokens. The kernels of this
+// file sort up to 65,536 entries, in at most three launches. More entries are sorted by CUB, which takes twelve
+// launches.
 //
 //   launch         kernel        reads      -> writes
 //   sort (runs)    sort_runs     entries    -> runs: each block sorts 256 entries
@@ -17,8 +17,8 @@ namespace {
 // During the sort, an entry has its index in the low bits. So no two entries are equal, and the sort is stable.
 constexpr int kIndexBits = 16;
 constexpr int64_t kMostOwnEntries = int64_t{1} << kIndexBits;
-constexpr int kRun = 256;    // entries, sorted by as many threads
-constexpr int kMerged = 16;  // runs that are merged into one; 256 runs need two launches
+constexpr int kRun = 256;    // entries in a run; a block of as many threads sorts them
+constexpr int kMerged = 16;  // runs that are merged into one run; 256 runs need two launches
 constexpr int kMergeThreads = 256;
 
 // Sorts the 32 entries of a warp. Each lane has one entry.
@@ -29,15 +29,15 @@ __device__ __forceinline__ Entry warp_sorted(Entry own) {
 #pragma unroll
     for (int stride = run / 2; stride > 0; stride /= 2) {  // every second run is sorted in descending order
       const Entry other = __shfl_xor_sync(kAllLanes, own, stride);
-      const bool smaller = !(lane & run) == !(lane & stride);  // the lane keeps the smaller of the two
+      const bool smaller = !(lane & run) == !(lane & stride);  // whether this lane keeps the smaller entry
       own = (other < own) == smaller ? other : own;
     }
   return own;
 }
 
-// Each warp sorts 32 entries. Then each thread finds the position of its entry among all entries of the block. For
-// this, it searches the entries of each warp for the first entry that is not smaller. All of the thread's searches take
-// a step at the same time. Entries past the end are the largest.
+// Each warp sorts 32 entries. Then each thread finds the position of its own entry among all entries of the block. For
+// this, the thread searches the entries of each warp for the first entry that is not smaller than its own. The thread
+// runs these searches step by step together. Past the end, entries have the largest possible value.
 __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n, Entry* runs) {
   Entry* of_warps = dynamic_shared<Entry>();
   const int begin = static_cast<int>(blockIdx.x) * kRun, rank = static_cast<int>(threadIdx.x), i = begin + rank;
@@ -58,9 +58,10 @@ __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n
   if (place < min(kRun, n - begin)) runs[begin + place] = own;
 }
 
-// A thread finds the position of one entry among kMerged runs. For this, it searches each run for the first entry that
-// is not smaller. All of the thread's searches take a step at the same time, so that kMerged loads are in flight. This
-// needs 74 registers. nvcc uses so many only because the launch bounds ask for no more than three blocks.
+// A thread finds the position of its own entry among the entries of kMerged runs. For this, the thread searches each
+// run for the first entry that is not smaller than its own. It runs these searches step by step together, so that
+// kMerged loads are in flight. This needs 74 registers. nvcc uses so many registers only because the launch bounds ask
+// for no more than three blocks.
 template <bool kLast>
 __global__ void __launch_bounds__(kMergeThreads, 3)
     merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {
@@ -71,8 +72,7 @@ __global__ void __launch_bounds__(kMergeThreads, 3)
   int at[kMerged];
 #pragma unroll
   for (int r = 0; r < kMerged; ++r) at[r] = first + r * length;
-  // The steps are half the length, a quarter of it, ..., 1, and 1 again. Their sum is the length, which is a power of
-  // two.
+  // The steps are length / 2, length / 4, ..., 1, and again 1. Their sum is `length`, which is a power of two.
 #pragma unroll 1
   for (int left = length; left > 0; left /= 2) {
     const int step = left > 1 ? left / 2 : 1;

@@ -1,4 +1,4 @@
-// Sorts the values of long segments by their keys, and the places of kept tokens by their tokens.
+// Sorts entries of 64 bits: the values of long segments by their keys, or the places of kept tokens by their tokens.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,13 @@ struct SortedEntries {
   const uint32_t* indices;
 };
 
-// Sorts `n` entries by their lowest `bits` bits; the higher bits are 0. The sort is stable. On entry, `indices` is 0,
-// 1, ... The sort may overwrite all four arrays, and returns the two arrays that have the result.
+// Sorts `n` entries by their lowest `bits` bits, and moves the indices with the entries. The higher bits of the entries
+// must be 0, and `indices` must be 0, 1, ... The sort is stable. It may overwrite all four arrays, and returns the two
+// arrays that contain the result.
 SortedEntries sort_entries(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
                            int64_t n, int bits, Device& device);
 
-// Does the same with CUB, for any number of entries.
+// Does the same as sort_entries(), but always with CUB.
 SortedEntries sort_by_cub(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
                           int64_t n, int bits, Device& device);
 

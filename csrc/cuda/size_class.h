@@ -9,13 +9,13 @@ namespace d3s {
 // A launch handles the segments with a length in [shortest, longest]; another launch handles the others.
 struct SizeClass {
   int64_t shortest, longest;
-  int64_t holds;  // the most values of a segment that fit in registers or shared memory
+  int64_t holds;  // a segment of up to this many values fits in registers or shared memory
 
   D3S_HOST_DEVICE bool has(int64_t length) const { return length >= shortest && length <= longest; }
 };
 
 // Whether `longest` is a useful bound on the lengths. If there are offsets and the caller gave no bound, `longest` is
-// just the number of values.
+// just the number of all values.
 inline bool lengths_are_bounded(const Segments& segments, int64_t longest, int64_t values) {
   return !segments.ragged() || longest < values || segments.count == 1;
 }

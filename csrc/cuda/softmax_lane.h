@@ -1,5 +1,5 @@
-// The inner loop of all entropies on a GPU. One thread computes its share of a row's softmax state, from vectors of
-// logits.
+// The inner loop of all kernels that compute entropies. In this loop, one thread computes its share of a row's softmax
+// state, from vectors of logits.
 //
 // The thread finds the maximum of a group of vectors, rescales its sums to the new maximum once, and then adds the
 // elements. An element costs one exponential. The loop never waits for another thread.
@@ -17,12 +17,14 @@ constexpr float kLowestDistance = -200.f;
 
 // The softmax state of one thread. The terms of eight elements are first added up in order, and then their sum is added
 // to the total. In one long sum, the rounding errors would all have the same sign if most logits of a vocabulary were
-// equal. Packed arithmetic does two operations with one instruction, and rounds each by itself. It is used for the
-// distances of two neighbouring elements, and for the two terms of an element. Even and odd elements never have
+// equal. Packed arithmetic does two operations with one instruction, and rounds each result separately. It is used for
+// the distances of two neighbouring elements, and for the two terms of an element. Even and odd elements never have
 // separate sums. So the results are bitwise equal with and without packed arithmetic.
 struct LaneState {
   float max = -FLT_MAX;
-  Pair sums = {0.f, 0.f};  // S and T * scale; scale = log2(e) / temperature turns distances into exponents of 2
+  // S and T * scale, with S and T as in core/softmax_state.h; scale = log2(e) / temperature turns distances into
+  // exponents of 2.
+  Pair sums = {0.f, 0.f};
 
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
@@ -60,8 +62,8 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  // Adds the terms of two elements to a sum. If the sum begins here (`begins`), the first terms are stored instead,
-  // which saves an addition to 0.
+  // Adds the terms of two elements to a sum. If `begins` is true, the sum begins with these elements. Then the first
+  // element's terms are stored instead of added to 0, which saves an instruction.
   __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale, bool begins) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};

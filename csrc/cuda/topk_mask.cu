@@ -1,16 +1,17 @@
-// topk_mask, select_tokens: exactly k of each segment, ties to the lower index.
+// topk_mask and select_tokens: select the k largest scores of each segment. Of equal scores, lower indices come first.
 //
-// A block handles a segment that fits in its shared memory. It takes one launch and reads the scores once: it makes
-// their keys, and all later passes read the keys. Where all segments have the same length of up to 8,192 scores, the
-// threads hold the keys in registers (held_keys.h); a segment of up to 1,024 is one warp's. A longer segment is cut
-// into pieces (topk_pieces.h). With offsets and no bound on the lengths, both kinds of kernels are launched, and each
-// skips the segments of the other. If a segment is longer than the caller said, its block keeps the keys in global
-// memory: this is slower, but correct.
+// If the keys of a segment fit in the shared memory of a block, one block handles the segment, in one launch. The block
+// reads the scores once and computes their keys; all later passes read only the keys. If all segments have the same
+// length of at most 8,192 scores, the keys are in registers instead (held_keys.h), and one warp handles a segment of at
+// most 1,024 scores. A segment that does not fit in shared memory is cut into pieces (topk_pieces.h). If there are
+// offsets but no bound on the lengths, the kernels for short segments and the kernels for long segments are both
+// launched, and each kernel skips the segments of the other kind. If a segment is longer than the caller declared, its
+// block keeps the keys in global memory. This is slower, but correct.
 //
 //   launch             kernel            reads     -> writes
 //   topk_mask          select_segments   scores    -> mask, count, threshold
-//   topk_mask (long)   the same, with more loads in flight
-//   topk_mask (held)   select_held       the same, with the keys in registers
+//   topk_mask (long)   select_segments   scores    -> mask, count, threshold   (more loads in flight)
+//   topk_mask (held)   select_held       scores    -> mask, count, threshold   (keys in registers)
 #include "held_keys.h"
 #include "note_faults.h"
 #include "size_class.h"
@@ -19,16 +20,17 @@
 namespace d3s {
 namespace {
 
-// Keys of a segment in global memory. With unchecked offsets, segments may overlap, and overwrite each other's keys.
+// The keys of segments in global memory. If unchecked offsets are bad, segments may overlap. Then they overwrite each
+// other's keys.
 struct Spill {
   uint32_t* keys = nullptr;
 
-  static constexpr int kRoom = 8;  // places that alignment may take before and after a segment
+  static constexpr int kRoom = 8;  // the most slots that alignment adds before and after a segment
   static int64_t size(int64_t values, int64_t segments) { return values + kRoom * (segments + 1); }
   __device__ uint32_t* of(int64_t begin, int64_t segment) const { return keys + (begin + 3) / 4 * 4 + kRoom * segment; }
 };
 
-// Writes what is kept of a row, once its k-th largest key is found.
+// Writes the outputs of a segment, after the search for the segment's k-th largest key.
 template <class Row, class Group>
 __device__ __forceinline__ void write_found(const Row& row, const Found<int>& found, const Quota& quota,
                                             const SelectionOutputs& outputs, int segment, const Group& group) {
@@ -38,8 +40,9 @@ __device__ __forceinline__ void write_found(const Row& row, const Found<int>& fo
   if (group.rank == 0) write_selected(outputs, segment, found.k, kept);
 }
 
-// kLookUp is for pooled batches, where sequences are looked up. Without kSpill, the compiler knows that all keys are in
-// shared memory. kInFlight: the fours that a thread loads before it uses the first.
+// kLookUp: a segment contains several sequences (a pooled batch), so the sequence of each score is looked up. kSpill:
+// some keys may be in global memory; if kSpill is false, the compiler knows that all keys are in shared memory.
+// kInFlight: the number of vectors (of four scores each) that a thread loads before it uses the first vector.
 template <bool kLookUp, bool kSpill, int kInFlight = kFoursInFlight>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota,
@@ -83,13 +86,13 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   write_found(row, found, quota, outputs, segment, block);
 }
 
-// Segments of one length, whose scores have no advantage for each token: all are loaded at once. kWarps
-// warps hold a segment, kHeld fours in each thread. Eight fours take 32 of the 64 registers that a thread has if 1,024
-// of them share a multiprocessor.
+// select_held handles segments of equal length, without per-token advantages. kWarps warps hold the keys of a segment
+// in registers. Each thread holds kHeld vectors of four keys, and loads them all at the same time. Eight vectors take
+// 32 registers. A thread has 64 registers if 1,024 threads share a multiprocessor.
 template <int kWarps>
 struct Holders {
   using Group = std::conditional_t<kWarps == 1, WarpGroup, BlockGroup>;
-  static constexpr int kSegments = kWarps == 1 ? 4 : 1;  // of a block
+  static constexpr int kSegments = kWarps == 1 ? 4 : 1;  // segments per block
   static constexpr int kThreads = kSegments * kWarps * kWarp;
 };
 
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
   group.sync();
   Found<int> found = find_digit(room, kShift, 0, group, [&](int all, int lowest) {
     int present = all - lowest;
-    if (kSmallestKey >> kShift == 0 && lowest > 0) {  // the lowest bin may have other keys than absent ones
+    if (kSmallestKey >> kShift == 0 && lowest > 0) {  // the lowest bin may also contain other keys than kAbsent
       present = 0;
       row.for_stretch(group, [&](int, const uint4& keys) {
         for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) present += key != kAbsent;
@@ -128,8 +131,10 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
   });
 #pragma unroll 1
   while (found.shift > 0 && !found.keeps_all()) {
-    // The lowest possible key with the digits found has the first bin. If fewer bits than a digit's are left, it has a
-    // later one: larger keys have no bin, and the k-th largest key is not among smaller ones.
+    // The first bin begins at the key `first << shift`. If at least kBits bits are left, this is the lowest possible
+    // key with the digits found so far. If fewer bits are left, the keys with these digits get the last bins, and the
+    // first bins count smaller keys. This does no harm, since the k-th largest key is not among the smaller keys.
+    // Larger keys are counted in the extra bin, which is never read.
     const int left = min(found.shift, Room::kBits), shift = found.shift - left;
     const uint32_t first = (found.prefix << left) - static_cast<uint32_t>(Room::kBins - (1 << left));
     const Digit digit{shift, Room::kBits};
@@ -141,7 +146,8 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
   write_found(row, found, quota, outputs, segment, group);
 }
 
-// Launches select_held with the fewest threads that hold segments of `fours` fours. Returns whether there are enough.
+// Launches select_held with the smallest number of threads that can hold `fours` vectors of each segment. If there are
+// too many vectors even for the largest number of threads, launches nothing and returns false.
 bool select_held_by(const Scores& scores, const Quota& quota, const Segments& segments, int64_t fours,
                     const SelectionOutputs& outputs, Device& device) {
   const auto by = [&](auto warps, auto held) {
@@ -158,19 +164,23 @@ bool select_held_by(const Scores& scores, const Quota& quota, const Segments& se
          by(std::integral_constant<int, 4>(), eight) || by(eight, eight);
 }
 
-// If only the device knows the lengths, there is one launch for each of these largest sizes. With one launch for all,
-// short segments would wait for the shared memory that long ones need.
+// The maximum length of each size class. If only the device knows the lengths, there is one launch for each size class.
+// In a single launch, blocks with short segments would need as much shared memory as blocks with long segments, and
+// would wait for it.
 constexpr int64_t kSizes[] = {2048, 8192, INT64_MAX};
 
-// As many threads as the registers allow if shared memory is full of blocks. On an H100 it holds five blocks of 8,192
-// scores, with 48 registers for each thread. There are at least four warps, since the histograms need as many.
+// Returns the number of threads in a block. It is as large as the registers allow if the shared memory of a
+// multiprocessor is filled with blocks. For example, a multiprocessor of an H100 has shared memory for five blocks of
+// 8,192 scores, and then 48 registers for each thread. A block has at least four warps, since few scores need as much
+// work on histograms as many scores.
 int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
 
-// Four fours in flight, where each thread of a block has as many: in shorter segments some loads would have no score.
-// This takes 60 registers, so that four blocks share a multiprocessor, and is still faster. Blocks of more threads are
-// not: 1,024 are one block in either case.
+// A thread has four vectors in flight if the segment has at least four vectors for each thread; in shorter segments,
+// some loads would contain no scores. This takes 60 registers, so only four blocks share a multiprocessor, but it is
+// still faster. It is not faster in blocks with more than 256 threads: for example, a multiprocessor has only one block
+// of 1,024 threads in either case.
 constexpr int kManyInFlight = 4, kFewThreads = 256;
 
 bool same(const Segments& a, const Segments& b) {
@@ -193,7 +203,7 @@ void select_top(const Scores& scores, const Quota& quota, const Segments& segmen
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
     const int threads = threads_for(most);
-    // If each row's mask is made of whole words, no row has a four more.
+    // If the mask of each row consists of whole words, no row needs an additional vector for its ends.
     const bool words = segments.length % 4 == 0 && misalignment(outputs.mask) % 4 == 0;
     const int64_t fours = words ? segments.length / 4 : (segments.length + 6) / 4;
     const bool at_once = scores.keys || scores.kind != Scores::Advantages::kPerToken;

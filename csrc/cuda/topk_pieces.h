@@ -1,9 +1,10 @@
-// Top-K selection in segments that are too long for one block. All scores are cut into pieces of equal length, wherever
-// the segments are, so that the host need not know the segments' lengths. Every pass is a launch of its own, so that no
-// block waits for another.
+// Top-K selection in segments that are too long for one block. The scores of all segments together are cut into pieces
+// of equal length, regardless of where segments begin. So the host need not know the lengths of the segments. Each pass
+// is a separate launch, so that no block waits for another block.
 //
-// The scores are read twice. The second pass knows the highest digit of the k-th key. So it can decide about all keys
-// except those with this digit, mostly a few percent. These are copied with their places, and only they are read again.
+// The scores are read twice. The second pass knows the highest digit of the k-th largest key. So it decides all keys
+// except the keys with the same highest digit, mostly a few percent. It copies the undecided keys and their positions;
+// the later passes read only these copies.
 //
 //   launch                       kernel             reads                                 -> writes
 //   topk_mask (first digit)      count_first        scores                                -> histograms[0]
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int kPieceThreads = 512;
 constexpr int kPieceWarps = kPieceThreads / kWarp;
-constexpr int kPiece = 16384;  // 256 pieces for 4 million scores: two for each multiprocessor of an H200
+constexpr int kPiece = 16384;  // scores; 4 million scores make 256 pieces, two for each multiprocessor of an H200
 
 struct Selection {
   Scores scores;
@@ -30,50 +31,54 @@ struct Selection {
   SelectionOutputs outputs;
 };
 
-// The shared state of all pieces of a long segment.
+// The state of the search in one long segment. All blocks with a piece of the segment share this state.
 struct alignas(16) Progress {
   uint32_t histograms[kDigits][kBins];
   Found<int> found[kDigits];
-  uint32_t zeros, unkept;  // unkept: the maximum of ~key over the kept keys, since the memory is 0 at first
-  uint32_t finished;       // how many parts of the segment are finished
+  // `unkept` is the maximum of ~key over the kept keys. It is a maximum, since all this memory is 0 at first.
+  uint32_t zeros, unkept;
+  uint32_t finished;  // how many parts of the segment are finished
 };
 
-// The keys that have the first digit of the k-th key, and their places in the piece.
+// The undecided keys, which have the same first digit as the k-th largest key, and their positions in the piece.
 struct Rest {
-  uint32_t* keys;     // [values]: a warp's keys begin where its stretch of the scores begins
-  uint16_t* places;   // the same
+  uint32_t* keys;     // [values]: the keys of a warp begin at the index of the first score in the warp's stretch
+  uint16_t* places;   // [values]: at the same indices as the keys
   uint32_t* numbers;  // [parts][kPieceWarps]: how many keys each warp has
 };
 
 struct Pieces {
   Selection selection;
-  int values, length;  // the number of all scores, and of the scores of a piece
-  int longer_than;     // shorter segments are left to other launches
-  bool slot_by_begin;  // set if there are more segments than there can be long ones: progress[] has one slot for each
-                       // stretch of scores, chosen so that no two long segments begin in the same stretch
+  int values, length;  // the number of scores in all segments together, and in a piece
+  int longer_than;     // segments of at most this length are left to other launches
+  // If false, progress[] has one slot for each segment. If true, progress[] has one slot for every longer_than + 1
+  // scores, and a long segment uses the slot of its first score. No two long segments begin within the same slot's
+  // scores. Set if there are more segments than there can be long segments.
+  bool slot_by_begin;
   Progress* progress;
   Rest rest;
   uint32_t* last_digits;  // [parts][kBins / 2]: histograms of the last digit
 };
 
-// A long segment's part of a piece. A long segment is longer than a piece, so its part has the piece's first or last
-// score. So a piece has at most two such parts.
+// The part of a piece that belongs to one long segment. A long segment is longer than a piece, so the part contains the
+// first or the last score of the piece. So a piece has at most two such parts.
 struct Part {
   int segment;
-  int first_piece, last_piece;  // of the segment
+  int first_piece, last_piece;  // the pieces with the first and the last score of the segment
   int begin, end;
-  int number;  // among all parts: each piece has two numbers, the second for a part without the piece's first score
-  int slot;    // of progress[]
+  // The index among all parts. Each piece has two such indices, the second for a part without the piece's first score.
+  int number;
+  int slot;  // the index in progress[]
 
   __device__ Progress& progress(const Pieces& pieces) const { return pieces.progress[slot]; }
   __device__ bool begins() const { return number / 2 == first_piece; }
-  // The number of this segment's part in an earlier piece.
+  // Returns the index of this segment's part in an earlier piece.
   __device__ int64_t part_in(const Pieces& pieces, int64_t piece) const {
     return 2 * piece + (pieces.selection.segments.begin(segment) > piece * pieces.length);
   }
 };
 
-// Calls body(part) for the long segments in the block's piece.
+// Calls body(part) for each part of a long segment in the block's piece.
 template <class Body>
 __device__ void for_parts(const Pieces& pieces, const Body& body) {
   const Segments& segments = pieces.selection.segments;
@@ -97,8 +102,9 @@ __device__ void for_parts(const Pieces& pieces, const Body& body) {
   }
 }
 
-// Continues the search by one digit. Every block of the segment searches the last histogram, which takes less time than
-// waiting for one block to do it. The segment's first block stores the result for later launches.
+// Continues the search by digit kNumber. Every block of the segment searches the histogram of this digit, which the
+// previous launch has completed. This takes less time than waiting until a single block has searched it. The segment's
+// first block stores the result for later launches.
 template <int kNumber>
 __device__ Found<int> resume(const Pieces& pieces, const Part& part, const BlockGroup& block, SearchRoom& room) {
   const Progress& progress = part.progress(pieces);
@@ -120,12 +126,12 @@ __device__ inline void add_kept(const Kept& own, Progress& progress, const Block
   if (kept.lowest < UINT32_MAX) atomicMax(&progress.unkept, ~kept.lowest);
 }
 
-// The warp's stretch of a part, in the fours of MaskRow.
+// This warp's stretch of a part. The stretch consists of vectors of four scores, like a MaskRow.
 struct PartOfWarp {
   MaskRow row;
-  int origin;    // the position where the first four begins
-  int from, to;  // fours
-  int begin;     // the position where the stretch begins
+  int origin;    // the position where the part's first vector begins
+  int from, to;  // the index of the stretch's first vector, and of the first vector after the stretch
+  int begin;     // the position of the stretch's first score
 
   __device__ PartOfWarp(const Pieces& pieces, const Part& part, const BlockGroup& block)
       : row(pieces.selection.outputs.mask + part.begin, part.end - part.begin), origin(part.begin - row.lead()) {
@@ -136,7 +142,8 @@ struct PartOfWarp {
   __device__ int position(int four) const { return origin + 4 * four; }
 };
 
-// Whether a key is kept: if it is taken, and is no zero to drop.
+// Returns whether a key is kept. `taken` says whether the key is one of the k largest. If zeros are dropped, the keys
+// of zeros are not kept. Updates `kept` with this key.
 __device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, const Quota& quota, Kept& kept) {
   if (taken && quota.drop_zeros && key == kZeroKey) {
     taken = false;
@@ -156,7 +163,8 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room.histogram, block);
     const int origin = part.begin / 4 * 4;
-    // A thread loads twice as many fours at a time as in select_segments, whose segments are mostly too short for this.
+    // A thread loads four vectors at a time. The default is two vectors, since most segments in select_segments are too
+    // short for four.
     for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
                   [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();
@@ -180,13 +188,13 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
     clear_histogram(room.histogram, block);
     const Cut cut = cut_at(found);
     const PartOfWarp own(pieces, part, block);
-    const uint32_t width = cut.all_ties ? 0 : 1u << found.shift;  // of the keys that are undecided
+    const uint32_t width = cut.all_ties ? 0 : 1u << found.shift;  // keys in [cut.key, cut.key + width) are undecided
     Taker taker(cut.key + width, selection.quota);
     ScoreKeys<true> source(selection.scores, own.origin);
     const int stop = min(part.end, own.position(own.to));
     int next = own.begin;
     for (int first = own.position(own.from); first < stop; first += 4 * kWarp) {
-      uint4 keys[1];  // registers are scarce
+      uint4 keys[1];  // only one vector, since registers are scarce
       int position = first + 4 * lane;
       source.load(position, 0, own.begin, stop, keys);
       if (position < stop) own.row.store((position - own.origin) / 4, taker.take(keys[0]));
@@ -210,7 +218,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
   });
 }
 
-// Where the keys that the warp has left undecided in a part begin, and how many there are.
+// The keys of a part that this warp left undecided in split_pieces(): the index of the first key, and the keys' number.
 struct WarpRest {
   int begin, count;
 
@@ -237,7 +245,8 @@ __global__ void __launch_bounds__(kPieceThreads, 2) count_last(const __grid_cons
   });
 }
 
-// Writes the mask of the keys that split_pieces() left undecided. Returns what it kept.
+// Writes the mask of the keys that split_pieces() left undecided. Returns the result for this thread's share of these
+// keys.
 __device__ inline Kept finish_rest(const Pieces& pieces, const Part& part, const Cut& cut, const BlockGroup& block) {
   const int lane = block.rank % kWarp;
   const WarpRest rest(pieces, part, block);
@@ -282,7 +291,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) finish_pieces(const __grid_c
     if (found.k > 0 && !progress.found[0].keeps_all())
       add_kept(finish_rest(pieces, part, cut_at(found), block), progress, block);
     if (block.rank > 0 || !outputs.count) return;
-    __threadfence();  // what this block kept is added before its part counts as finished
+    __threadfence();  // add_kept() must be visible before this block's part counts as finished
     if (atomicAdd(&progress.finished, 1u) < static_cast<uint32_t>(part.last_piece - part.first_piece)) return;
     __threadfence();
     write_selected(outputs, part.segment, found.k, {atomicAdd(&progress.zeros, 0u), ~atomicMax(&progress.unkept, 0u)});

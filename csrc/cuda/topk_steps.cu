@@ -1,8 +1,9 @@
-// Top-K selection in steps, for segments that are spread over several ranks. These steps are what one rank does between
-// the collectives.
+// Top-K selection in steps, for segments that are spread over several ranks. One rank runs these steps between the
+// collectives.
 //
-// The lengths of segments may be known only on the device. So all keys are cut into equal pieces, and a block goes
-// through the segments in its piece. All counts are integers, so the order in which atomics add them does not matter.
+// The lengths of segments may be known only on the device. So all keys together are cut into equal pieces, and each
+// block goes through the segments in its own piece. All counts are integers, so the order in which atomics add them
+// does not matter.
 //
 //   launch                      kernel                    reads                                  -> writes
 //   topk_order_keys             order_keys_of_piece       scores                                 -> keys
@@ -20,10 +21,10 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int64_t kPiece = 16384;  // keys; 4 million keys are 256 pieces, two for each multiprocessor of an H200
+constexpr int64_t kPiece = 16384;  // keys; 4 million keys make 256 pieces, two for each multiprocessor of an H200
 constexpr int kChooseThreads = 256;
 
-using Count = unsigned long long;  // atomics take no int64_t
+using Count = unsigned long long;  // CUDA has no atomics for int64_t
 
 struct Piece {
   int64_t begin, end;
@@ -31,7 +32,7 @@ struct Piece {
   __device__ explicit Piece(int64_t total)
       : begin(int64_t{blockIdx.x} * kPiece), end(begin + kPiece < total ? begin + kPiece : total) {}
 
-  // Calls body(segment, begin, end) for each segment that has a part in this piece; [begin, end) is this part. If
+  // Calls body(segment, begin, end) for each segment that has a part in this piece; [begin, end) is the part. If
   // offsets are bad, parts may be wrong, but are never outside of the piece.
   template <class Body>
   __device__ void for_segments(const Segments& segments, const Body& body) const {
@@ -46,7 +47,7 @@ struct Piece {
   }
 };
 
-// Calls body(key) for the thread's share of keys[begin, end).
+// Calls body(key) for this thread's share of the keys in [begin, end).
 template <class Body>
 __device__ void for_stored(const uint32_t* keys, int64_t begin, int64_t end, const BlockGroup& block,
                            const Body& body) {
@@ -113,8 +114,8 @@ __global__ void __launch_bounds__(kChooseThreads)
   if (block.rank == 0) search = {found.prefix, found.left, found.k};
 }
 
-// Counts the ties of the last segment in each piece, since this segment may go on in the next piece. Also initialises
-// `zeros` and `lowest` for mask_of_piece.
+// Counts the ties of the last segment in each piece, since this segment may continue in the next piece. Also
+// initialises `zeros` and `lowest` for mask_of_piece.
 __global__ void __launch_bounds__(kThreads)
     count_ties_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, uint32_t* ties_of_pieces,
                         const __grid_constant__ KeyMaskOutputs outputs) {

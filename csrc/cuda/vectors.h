@@ -6,8 +6,8 @@
 
 namespace d3s {
 
-// A word of -inf logits: one logit in float32, or two in half precision. These fill a vector past the end of its row,
-// and add nothing to the sums.
+// A word of -inf logits: one logit in float32, or two logits in half precision. Such words fill vectors past the end of
+// a row, and add nothing to the sums.
 template <class T>
 constexpr uint32_t kFillWord = 0xff800000u;  // float
 template <>
@@ -19,7 +19,7 @@ D3S_HOST_DEVICE uint32_t bits_of(float value) { return bits_of_float(value); }
 D3S_HOST_DEVICE uint32_t bits_of(bfloat16 value) { return value.bits; }
 D3S_HOST_DEVICE uint32_t bits_of(float16 value) { return value.bits; }
 
-// The address modulo 16, in bytes.
+// Returns the address modulo 16.
 D3S_HOST_DEVICE int misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
 
 // The number of elements from p to the next address that is a multiple of 16.
@@ -28,7 +28,7 @@ D3S_HOST_DEVICE int elements_to_vector(const T* p) {
   return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
 }
 
-// Returns the 16 bytes from offset `bytes` on in two neighbouring vectors. `bytes` must be even and below 16.
+// Returns 16 of the 32 bytes of two neighbouring vectors, from offset `bytes` on. `bytes` must be even and below 16.
 __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second, int bytes) {
   uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
   const bool by_one = bytes & 4, by_two = bytes & 8;
@@ -57,15 +57,15 @@ class RowReader {
     return (kAligned || begin >= margin) && begin <= columns_ - margin - count;
   }
 
-  // Loads the vector of elements from index i on. These elements must be inside().
+  // Loads the vector of elements from index i on. inside() must be true for these elements.
   __device__ uint4 whole(int i) const {
     if (kAligned) return load_streaming(reinterpret_cast<const uint4*>(row_ + i));
     const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(row_ + i) - shift_);
     return shifted(load_cached(p), load_cached(p + 1), shift_);
   }
 
-  // Like whole(), but also near the ends of the row. There, elements are read one by one, and elements past the end are
-  // -inf.
+  // Does the same as whole(), but also works near the ends of the row. There, elements are read one by one, and
+  // elements past the end are -inf.
   __device__ uint4 edge(int i) const {
     if (inside(i, kPerVector<T>)) return whole(i);
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
@@ -124,7 +124,7 @@ __device__ __forceinline__ uint4 vector_of(const float (&v)[kPerVector<T>]) {
     return make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
 }
 
-// The largest element of some vectors. NaN is ignored.
+// Returns the largest element of kCount vectors. NaN is ignored.
 template <class T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&v)[kCount]) {
   if constexpr (sizeof(T) == 4) {

@@ -10,7 +10,7 @@ namespace d3s {
 
 // ---- arguments of a schema that belong together ------------------------------------------------------------------
 
-// A number, or the 0-d tensor that replaces it.
+// A number, or the 0-d tensor that replaces the number.
 template <class Number>
 struct NumberOrTensor {
   std::optional<Number> number;
@@ -19,7 +19,8 @@ struct NumberOrTensor {
 using RatioArgument = NumberOrTensor<double>;
 using KeepArgument = NumberOrTensor<int64_t>;
 
-// A temperature for all rows, or the tensor that replaces it. The tensor is 0-d, or has one temperature for each row.
+// A number as the temperature of all rows, or the tensor that replaces the number. The tensor is 0-d, or has one
+// temperature for each row.
 struct TemperatureArgument {
   double number = 1.0;
   OptionalTensor tensor;
@@ -56,8 +57,8 @@ class LogitsArgument {
  public:
   LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature);
 
-  // Call this function first, and only if there are logits of only the kept tokens. The vocabulary or tile has `tokens`
-  // tokens.
+  // Call this function first, and only if `logits` contains only the logits of kept tokens. `tokens` is the number of
+  // tokens in the vocabulary or tile.
   void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
   // Call this function second, and only if the logits are a tile.
   void set_first_token(int64_t first_token);
@@ -102,11 +103,11 @@ class GradientsArgument {
 Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
-// The number of values to keep, at least 1. If it is a 0-d tensor, kernels read it on the device; the host reads it
-// only to check it.
+// Returns the number of values to keep, which must be at least 1. If the number is a 0-d tensor, kernels read it on the
+// device. The host then reads it only for this check.
 Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like);
 
-// The quota of an op that takes either a ratio or `k`.
+// Returns the quota of an op that takes either a ratio or `k`.
 Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like);
 
 // The segments that an op selects from: either the `given` segments, or one segment with all values.
@@ -126,8 +127,8 @@ struct PooledSegments {
   int64_t together = 1;  // how many given segments one selected segment contains
 };
 
-// Whether there is one advantage for all tokens, one for each sequence, or one for each token. If the shape fits both
-// of the last two, there is one for each token.
+// Returns whether there is one advantage for all tokens, one for each sequence, or one for each token. If the shape of
+// `advantages` fits both sequences and tokens, there is one for each token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
 
 }  // namespace d3s

@@ -1,4 +1,4 @@
-// The checks of a sampling mask. The values of ids and offsets on a GPU are checked only with D3S_KERNELS_CHECK=1.
+// Checks sampling masks. If ids or offsets are on a GPU, their values are checked only with D3S_KERNELS_CHECK=1.
 #pragma once
 
 #include "arguments.h"

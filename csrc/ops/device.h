@@ -1,4 +1,5 @@
-// The device that an op runs on. This class does not depend on torch. It is all that .cu files know of the device.
+// The device that an op runs on. The class does not depend on torch. The .cu files use the device only through this
+// class.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// How kernels on a GPU report invalid values. These values have not been checked before, since a check on the host
-// would cause a host sync. A kernel that reads an invalid value writes NaN or selects nothing for it, and sets a byte
-// in host memory. d3s_kernels/_dispatch/faults.py reads the bytes before the next op, and warns. Nothing here depends
-// on torch.
+// Kernels on a GPU use this header to report invalid values. These values have not been checked before, since a check
+// on the host would cause a host sync. If a kernel reads an invalid value, it writes NaN or selects nothing, and sets a
+// byte in host memory. d3s_kernels/_dispatch/faults.py reads the bytes before the next op, and warns. Nothing here
+// depends on torch.
 #pragma once
 
 #include "../core/macros.h"
@@ -28,7 +28,8 @@ enum class PublicOp {
 };
 constexpr int kPublicOps = static_cast<int>(PublicOp::kAdaptiveClip) + 1;
 
-// The bytes of one op, one byte for each Fault. `of_op` is null on a CPU, where values are checked.
+// The bytes of one op, one byte for each Fault. On a CPU, `of_op` is null, since values are checked before the kernels
+// run.
 struct Faults {
   unsigned char* of_op = nullptr;
 
@@ -37,7 +38,7 @@ struct Faults {
   }
 };
 
-// Returns the bytes of an op. They are in memory that all GPUs of the process can write (cuda/faults.cu).
+// Returns the bytes of an op. The bytes are in host memory that all GPUs of the process can write (cuda/faults.cu).
 Faults faults_of(PublicOp op);
 
 }  // namespace d3s

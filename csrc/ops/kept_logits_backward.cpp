@@ -16,7 +16,7 @@ FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const Optio
                                  const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
   argument.set_kept_alone(sampling_mask, kept_of);
-  if (first_token) argument.set_first_token(*first_token);  // the logits are of a vocabulary shard
+  if (first_token) argument.set_first_token(*first_token);  // the logits belong to a vocabulary shard
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
   argument.set_labels(labels);
   argument.set_mask(mask);

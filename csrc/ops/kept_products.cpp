@@ -47,7 +47,8 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
   head.softcap = static_cast<float>(logit_softcap.value_or(0));
   head.logits_type = float_type(logits_dtype);
-  // A row of logits has the label, mask and span of its hidden state, so `hidden` takes the place of the logits.
+  // A row of logits has the label, mask and span of its hidden state, so the checks below use `hidden` instead of the
+  // logits.
   LogitsArgument argument(hidden, TemperatureArgument());
   argument.set_first_token(first_token);
   argument.set_labels(labels);

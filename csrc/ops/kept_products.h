@@ -1,9 +1,9 @@
-// Products with the kept rows of an LM head's weight. Each back-end implements them, in cpu/kept_products.cpp and
-// cuda/kept_products.cu. The arguments have been checked by ops/kept_products.cpp. Nothing here depends on torch.
+// Products with the weight rows of kept tokens in an LM head. Each back-end implements them, in cpu/kept_products.cpp
+// and cuda/kept_products.cu. The arguments have been checked by ops/kept_products.cpp. Nothing here depends on torch.
 //
-// A place is an index into a list of kept logits. It stands for a row and a token of the row's set. There is one place
-// for each id of the sampling mask. After these, there is one place for the label of each row, since the label may join
-// the set (Spans::place, Spans::place_of_label).
+// A place is an index into a list of kept logits. It stands for a row and a token of the row's set. The first places
+// belong to the ids of the sampling mask, one place for each id. The remaining places belong to the labels, one place
+// for each row, since a label may join its row's set (Spans::place, Spans::place_of_label).
 #pragma once
 
 #include "../core/float_bits.h"
@@ -63,21 +63,21 @@ struct Vector {
   }
 };
 
-// An LM head or a vocabulary shard of it, with the hidden states of all rows.
+// An LM head or one of its vocabulary shards, and the hidden states of all rows.
 struct KeptHead {
   Matrix hidden, weight;
   Vector bias;
   float softcap = 0.f;  // 0: none
   FloatType logits_type = FloatType::kFloat32;
-  LogitsRows rows;  // the rows of the head's logits; each column is a row of `weight`
+  LogitsRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
 
   D3S_HOST_DEVICE int64_t places() const { return rows.spans.count + hidden.rows; }
-  // Whether the row's set is a single token. Then no logit is needed.
+  // Returns whether the row's set is a single token. If it is, no logit of the row is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
     return span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);
   }
-  // Whether the row has a span and a label that may join the row's set. This does not test whether the span already
-  // contains the label.
+  // Returns whether the row has a span and a label that may join the row's set. This does not test whether the span
+  // already contains the label.
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
     return rows.spans.include_label && span.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
@@ -95,32 +95,33 @@ struct KeptHead {
 };
 
 // Writes the logit of each place, or -inf where no logit is needed. No logit is needed if the token is in another
-// shard, the place is in no row, the row is masked out, or the row's set is a single token. Offsets on a GPU may be
-// unchecked; if they are bad, all logits are NaN.
+// shard, the place belongs to no row, the row is masked out, or the row's set is a single token. Offsets on a GPU may
+// be unchecked; if they are bad, all logits are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
 struct KeptGradient {
   const float* grad = nullptr;
-  const int32_t* rows = nullptr;    // the row of each place; below 0: no gradient
+  const int32_t* rows = nullptr;    // the row of each place; below 0 if the place has no gradient
   const int32_t* tokens = nullptr;  // the weight row of each place
   int64_t places = 0;
 
-  // Whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so both are tested here.
+  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so both are tested here.
   D3S_HOST_DEVICE bool has(int64_t place, int64_t row_count, int64_t token_count) const {
     return rows[place] >= 0 && rows[place] < row_count && tokens[place] >= 0 && tokens[place] < token_count;
   }
 };
 
-// out[row] = the sum of grad * weight[token] over the row's places, in order; the label's place is the last. The result
-// is NaN for rows that are `undefined`. `spans` has the places of each row. Rows with an empty span are not written.
-// `out` has the type of `weight`, or float32.
+// out[row] = the sum of grad * weight[token] over the row's places. The terms are added in the order of the places; the
+// label's place comes last. The result is NaN for rows that are `undefined`. `spans` delimits the places of each row,
+// except the label's place. For rows with an empty span, nothing is written. `out` has the type of `weight`, or
+// float32.
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 
-// out[token] += the sum of grad * hidden[row] over the token's places, in order. bias_out[token] += the sum of grad
-// over the same places. `out` has the type of `hidden`, or float32. `out` may have no columns, and bias_out may be
-// null.
+// out[token] += the sum of grad * hidden[row] over the token's places. The terms are added in the order of the places.
+// bias_out[token] += the sum of grad over these places. `out` has the type of `hidden`, or float32. `out` may have no
+// columns, and bias_out may be null.
 void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);
 

@@ -150,8 +150,8 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   return out;
 }
 
-// The gradient overwrites the logits. A half-precision gradient of float32 logits overwrites the front half of each
-// row.
+// Returns the output of the in-place op, whose gradient overwrites the logits. A half-precision gradient of float32
+// logits overwrites the front half of each row.
 GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
                                  const std::optional<ScalarType>& grad_dtype) {
   GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};

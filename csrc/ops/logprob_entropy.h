@@ -40,7 +40,7 @@ struct Labels {
     return labels64 ? labels64[row] : labels32 ? labels32[row] : kNoTarget;
   }
 
-  // Whether the label of a row is neither a token nor kNoTarget. Labels on the device may be unchecked.
+  // Returns whether the label of a row is neither a token nor kNoTarget. Labels on the device may be unchecked.
   D3S_HOST_DEVICE bool bad(int64_t row, int64_t vocabulary) const {
     const int64_t label = (*this)[row];
     return label != kNoTarget && (label < 0 || label >= vocabulary);
@@ -58,18 +58,19 @@ struct LogitsRows {
   Temperatures temperatures;
   const bool* mask = nullptr;  // where it is false, the row is not read, and its results are 0
   Spans spans;
-  // Whether `logits` has only kept logits. Then every row of `logits` is the same list, with the kept logits of all
-  // rows (Spans::place); layout.columns is the number of tokens in the vocabulary or tile; and the results of rows with
-  // an empty span are 0.
+  // Whether `logits` contains only kept logits. If it does, every row of `logits` is the same list, which contains the
+  // kept logits of all rows (Spans::place). layout.columns is then the number of tokens in the vocabulary or tile, and
+  // the results of rows with an empty span are 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
-  // The column of a token, or -1 if the token has no column. Labels and ids on a GPU may be unchecked.
+  // Returns the column of a token, or -1 if the token has no column. Labels and ids on a GPU may be unchecked.
   D3S_HOST_DEVICE int64_t column(int64_t token) const {
     const int64_t column = token - first_token;
     return column >= 0 && column < layout.columns ? column : -1;
   }
-  // The index of the i-th kept token, or of the label, in the row of logits. The token must have a column.
+  // These two functions return the index of the i-th kept token, or of the label, in the row of logits. The token must
+  // have a column.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const {
     return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
   }
@@ -106,7 +107,7 @@ struct RowGradients {
   D3S_HOST_DEVICE float of_entropy(int64_t row) const { return g_entropy ? g_entropy[row] : 0.f; }
   D3S_HOST_DEVICE RowStatistics statistics(int64_t row) const { return {entropy[row], row_max[row], log_sum[row]}; }
 
-  // Whether the row's result or an incoming gradient is NaN. Then the row's whole gradient is NaN.
+  // Returns whether the row's result or an incoming gradient is NaN. If so, the row's whole gradient is NaN.
   D3S_HOST_DEVICE bool any_nan(int64_t row, const Labels& labels) const {
     const float g_logprob = of_logprob(row, labels), g_entropy = of_entropy(row);
     return log_sum[row] != log_sum[row] || g_logprob != g_logprob || g_entropy != g_entropy;
@@ -140,7 +141,7 @@ struct RowState {
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 
-  // The state of a row with one kept token. The token's logit is not read; 0 is used instead.
+  // Returns the state of a row with one kept token. The token's logit is not read; 0 is used instead.
   D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 
@@ -163,7 +164,7 @@ struct RowStates {
 };
 
 // The order keys of |A| * H. If kMakesKeys is true, the back-end writes the keys together with the entropies.
-// Otherwise, it does not use `keys`.
+// Otherwise, the back-end does not use `keys`.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null

@@ -10,13 +10,13 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kMostTokens = int64_t{1} << 25;  // in a sequence: an ExactSum holds no more terms
+constexpr int64_t kMostTokens = int64_t{1} << 25;  // the maximum in a sequence: an ExactSum can hold no more terms
 
 void require_float32(const char* argument, const Tensor& tensor) {
   require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
 }
 
-// The length of the longest sequence, or 0 if the offsets are on a GPU and are not checked.
+// Returns the length of the longest sequence, or 0 if the offsets are on a GPU and are not checked.
 int64_t longest_known(Segments sequences, const OptionalTensor& offsets) {
   if (!offsets) return sequences.length;
   const OptionalTensor known = on_host(*offsets);

@@ -11,9 +11,9 @@
 
 namespace d3s {
 
-constexpr int kMostGroups = 16;  // the maximum for a sequence
+constexpr int kMostGroups = 16;  // the maximum number of groups in a sequence
 
-// The tokens that share a mean: either all tokens of a sequence, or the tokens of one group of the sequence.
+// Tells which tokens share a mean: either all tokens of a sequence, or the tokens of one group of the sequence.
 struct TokenGroups {
   // These values replace a token's group: kNone if the token is in no group, kBad if its id is too large (ids on a GPU
   // may be unchecked).
@@ -22,14 +22,14 @@ struct TokenGroups {
   Segments sequences;
   int64_t tokens = 0;
   const bool* mask = nullptr;
-  const int8_t* ids = nullptr;  // the group of each token, below 0 for no group; if null, each sequence is one group
+  const int8_t* ids = nullptr;  // each token's group, or below 0 for no group; if null, each sequence is one group
   int each = 1;                 // the maximum number of groups in a sequence
 };
 
 // The exponent of a ratio: the token's log-ratio, the mean log-ratio of its group, or the sum of both.
 enum class RatioForm { kToken, kMean, kMeanAndToken };
 
-constexpr float kNoClip = 0.f;  // the clip range of tokens in no group
+constexpr float kNoClip = 0.f;  // the clip range of tokens that are masked out or in no group
 
 void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups, RatioForm form,
                        const LogBounds& bounds, float* out, Device& device);

@@ -31,7 +31,7 @@ struct AdvantageOptions {
   AdvantageScale scale;
   double eps;
   int64_t ddof;
-  double tolerance;  // the tolerance that without_spread takes
+  double tolerance;  // the argument `tolerance` of without_spread
 };
 
 // Calls `body` with the Tag of the element type of rewards, which may be double.
@@ -49,9 +49,9 @@ D3S_HOST_DEVICE float number_of(T reward) {
   return to_float(reward);
 }
 
-// Rewards that differ by at most this tolerance count as equal, since they may differ by rounding. The tolerance is
-// relative to max(largest |reward|, 1). It is about eight rounding steps, or one step in half precision. TOLERANCE in
-// d3s_kernels/_segments/segments.py has the same values.
+// Returns the largest difference between rewards that count as equal, since equal rewards may differ by rounding. This
+// tolerance is relative to max(largest |reward|, 1). It is about eight rounding steps, or one step in half precision.
+// TOLERANCE in d3s_kernels/_segments/segments.py has the same values.
 constexpr double spread_tolerance(FloatType type) {
   switch (type) {
     case FloatType::kFloat64:
@@ -65,25 +65,25 @@ constexpr double spread_tolerance(FloatType type) {
   }
 }
 
-// Whether rewards between `lowest` and `highest` are equal except for rounding. If they are, all advantages are 0,
-// whatever eps is: rounding errors that are divided by their own standard deviation would look like advantages.
+// Returns whether rewards between `lowest` and `highest` are equal except for rounding. If they are, all advantages are
+// 0, whatever eps is: rounding errors that are divided by their own standard deviation would look like advantages.
 // Infinite rewards never count as equal.
 D3S_HOST_DEVICE bool without_spread(double lowest, double highest, double tolerance) {
   const double size = highest > -lowest ? highest : -lowest;  // the largest |reward|
   return size < INFINITY && highest - lowest <= tolerance * (size > 1.0 ? size : 1.0);
 }
 
-// Whether the sum of squared differences from the mean already shows that the rewards are not equal, as it does in most
-// groups. If all rewards are equal, each differs from the mean by at most the tolerance plus the rounding error of the
-// mean.
+// Returns whether `squares`, the sum of the squared differences from the mean, already shows that the rewards are not
+// equal. In most groups it does. If all rewards are equal, each reward differs from the mean by at most the tolerance
+// plus the rounding error of the mean.
 D3S_HOST_DEVICE bool far_apart(double mean, double squares, int64_t scored, double tolerance) {
   const double size = mean < -1.0 ? -mean : mean > 1.0 ? mean : 1.0, count = static_cast<double>(scored);
   const double far = 4.0 * (tolerance + count * DBL_EPSILON) * size;
   return squares > count * far * far;
 }
 
-// The advantage is 0 in three cases: the reward is NaN, which means unscorable; the reward equals the mean, even if the
-// divisor is 0; or the group has only one scored reward.
+// Returns the advantage of a reward. It is 0 in three cases: the reward is NaN, which means unscorable; the reward
+// equals the mean, even if the divisor is 0; or the group has only one scored reward.
 D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, double divisor) {
   const double difference = reward - mean;
   const bool none = reward != reward || difference == 0.0 || scored == 1;

@@ -21,7 +21,8 @@ struct KeptSet {
   bool label_joins;  // the label is in the set but not in the span
   bool bad;          // the offsets or a token are bad: the row's results are NaN
 
-  // Whether the set is one token. Then log-probability, entropy and gradient are 0, and no logit is read.
+  // Returns whether the set is a single token. If it is, log-probability, entropy and gradient are 0, and no logit is
+  // read.
   D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
 };
 
@@ -46,15 +47,15 @@ struct Spans {
     const bool is_good = good(row);
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
-  // Indices into a list of kept logits. The list first has the logits of all ids, each at the index of its id in
-  // `tokens`. After these, the list has one place for each row, for a label that joins.
+  // These two functions return indices into a list of kept logits. The list starts with the logits of all ids, each at
+  // the index of its id in `tokens`. After these logits, the list has one place for each row, for a label that joins.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
-  // Whether the row's log-probability is over all tokens.
+  // Returns whether the row's log-probability is computed over all tokens.
   D3S_HOST_DEVICE bool dense(int64_t row) const { return !given() || (*this)[row].size == 0; }
 
-  // The row whose span contains this place, or -1 if no span contains it.
+  // Returns the row whose span contains this place, or -1 if no span contains the place.
   D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
     int64_t low = 0, high = rows;
     while (low < high) {
@@ -67,8 +68,8 @@ struct Spans {
     return low < rows && offset(low) <= place ? low : -1;
   }
 
-  // The set of a row, from what was read in its span: whether the span contains the label, and whether it contains a
-  // bad token. A label below 0 is no token.
+  // Returns the set of a row. The caller has read the row's span: `label_found` tells whether the span contains the
+  // label, and `bad_token` whether the span contains a bad token. A label below 0 is no token.
   D3S_HOST_DEVICE KeptSet set_of(const Span& span, int64_t label, int64_t vocabulary, bool label_found,
                                  bool bad_token) const {
     const bool joins = include_label && !label_found && label >= 0 && label < vocabulary;

@@ -12,11 +12,12 @@
 
 namespace d3s {
 
-// Plain scores, or |A| * H of each token. |A| * H is computed while the keys are made, and is never stored.
+// The scores to select from: plain scores, or |A| * H of each token (the advantage A and the entropy H). |A| * H is
+// computed while the keys are made, and is never stored.
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
-  const void* values = nullptr;    // one for each position: scores, or entropies
+  const void* values = nullptr;    // one value for each position: a score, or an entropy
   const uint32_t* keys = nullptr;  // if set, the order keys exist already and `values` is not read
   FloatType type = FloatType::kFloat32;
   Advantages kind = Advantages::kNone;
@@ -31,13 +32,14 @@ struct Quota {
   Keep number;
   double ratio = 0;
   double slack = kDoubleSlack;
-  bool drop_zeros = false;         // of the values to keep, those that are 0 are dropped
+  bool drop_zeros = false;         // if true, zeros among the values to keep are dropped
   const float* ratio32 = nullptr;  // if set, kernels read the ratio here, on the device
   const double* ratio64 = nullptr;
 
   D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
 
-  // A ratio on the device may be unchecked. If it is outside of (0, 1], nothing is kept.
+  // Returns how many of `present` values are kept. A ratio on the device may be unchecked. If the ratio is outside of
+  // (0, 1], nothing is kept.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {
       const int64_t wanted = number.of(present);
@@ -54,8 +56,8 @@ struct SelectionOutputs {
   float* threshold = nullptr;  // the lowest kept score in each segment, +inf if none is kept; may be null
 };
 
-// `values` is the number of all values. `longest` is a bound on the length of a segment, or equals `values`. It is only
-// a hint, and may be wrong.
+// Selects the top values of each segment. `values` is the total number of values. `longest` is a bound on the length of
+// a segment, or equals `values`. `longest` is only a hint, and may be wrong.
 void select_top(const Scores& scores, const Quota& quota, const Segments& segments, int64_t values, int64_t longest,
                 const SelectionOutputs& outputs, Device& device);
 

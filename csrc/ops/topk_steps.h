@@ -17,8 +17,8 @@ struct SegmentedKeys {
 // Writes the order keys of all scores.
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
 
-// counts[segment][bin] = how many keys of the segment start with the digits found so far, and have the value `bin` in
-// `digit`.
+// counts[segment][bin] = the number of keys in the segment that start with the digits found so far, and whose next
+// digit, `digit`, has the value `bin`.
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device);
 
@@ -29,11 +29,12 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
 
 struct KeyMaskOutputs {
   bool* mask = nullptr;
-  int64_t* zeros = nullptr;   // for each segment: how many of the top k are dropped because their score is 0
+  int64_t* zeros = nullptr;   // for each segment: how many of the k largest are dropped because their score is 0
   int64_t* lowest = nullptr;  // for each segment: the lowest key that is kept, UINT32_MAX if none is kept
 };
 
-// In each segment, keeps all keys above the k-th largest key, and the first ties[segment] keys that equal it.
+// In each segment, keeps all keys above the k-th largest key, and the first ties[segment] of the keys that equal the
+// k-th largest key.
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, const Quota& quota,
                    const KeyMaskOutputs& outputs, Device& device);
 

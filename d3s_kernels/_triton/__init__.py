@@ -18,7 +18,7 @@ from . import logprob_entropy_backward as backward
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the tensors' device the current one, since Triton launches on the current device."""
+    """Wraps ``kernel`` to make its tensors' device the current one, since Triton launches on the current device."""
 
     @wraps(kernel)
     def run(*arguments: Any, **options: Any) -> Any:

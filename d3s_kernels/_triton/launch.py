@@ -1,4 +1,4 @@
-"""Helpers that every launch uses."""
+"""Helpers for launching kernels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def warps(threads: int) -> int:
 
 
 def registers(most: int) -> dict[str, int]:
-    """The launch option for at most ``most`` registers for each thread. Triton has this option only on NVIDIA."""
+    """Returns the option that limits each thread to ``most`` registers. Triton has this option only for NVIDIA GPUs."""
     return {} if torch.version.hip else {"maxnreg": most}
 
 
 def smallest(sizes: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
-    """The first size that holds ``length`` values, and its number of threads. The last size must hold ``length``."""
+    """Returns the first size of at least ``length``, and its number of threads. The last size must be large enough."""
     return next((size, threads) for size, threads in sizes if length <= size)
 
 

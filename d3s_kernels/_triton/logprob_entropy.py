@@ -2,7 +2,7 @@
 
 A row is cut into slices of a fixed size. One program goes through one slice. It has a softmax state in every lane, and
 merges the states of all lanes at the end. A second kernel merges the slices of a row from left to right, and computes
-the row's results. So a row's result is bitwise equal in any batch. Even a few rows keep many programs busy, since each
+the row's results. So a row's result is bitwise equal in any batch. A few rows are enough to keep a GPU busy, since each
 slice has its own program.
 """
 
@@ -22,10 +22,10 @@ from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, add, finish, load_columns, merge, merge_lanes
 
-SLICE = 32768  # elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of SLICE
+SLICE = 32768  # elements; the class Tiles (d3s_kernels/_head/products.py) cuts tiles at multiples of SLICE
 LANES = 256
-IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first
-MERGERS = 128  # rows of a program that merges slices
+IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first vector
+MERGERS = 128  # the number of rows in a program that merges slices
 NO_TARGET = tl.constexpr(-100)
 
 
@@ -81,7 +81,7 @@ def finish_rows(
     temperature_bits, logprobs, entropies, maxima, log_sums, keys, advantages, tokens_per_advantage,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Computes each row's results from its slices, and also the order key of |A| * H if ``keys`` is given."""
+    """Computes the results of rows from their slices. With ``keys``, also writes the order keys of |A| * H."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     reads = here
@@ -117,7 +117,7 @@ def merge_into_states(
     states, slices, count, logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures,
     temperature_bits, row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the slices of a tile into the rows' states, each of which is m, S, T and the label's logit.
+    """Merges the slices of a tile into the rows' states. A state has four values: m, S, T and the label's logit.
 
     The tile starts at token ``first_token``.
     """
@@ -197,7 +197,7 @@ def row_statistics(
     mask: Tensor | None = None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
-    """Computes the op. If ``keys`` is passed, also writes the order keys of |A| * H to it.
+    """Computes logprob_entropy. If the tensor ``keys`` is passed, also writes the order keys of |A| * H to ``keys``.
 
     Calls with ``keys`` must also pass ``advantages`` and ``tokens_per_advantage``.
     """
@@ -263,6 +263,6 @@ def _slice_states(rows: Rows, **of_rows: Any) -> tuple[Tensor, int]:
 
 
 def new_outputs(like: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Empty outputs with one value for each row, in the order of the op's results."""
+    """Returns uninitialised outputs with one value for each row, in the order of the op's results."""
     names = "logprobs", "entropies", "maxima", "log_sums"
     return {name: torch.empty(shape, dtype=torch.float32, device=like.device) for name in names}

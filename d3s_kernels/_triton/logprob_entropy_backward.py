@@ -16,10 +16,10 @@ from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, exponential
 
 THREADS = 256
-BLOCK = 8192  # elements in flight at a time: 32 for each thread
-EDGE_BLOCK = 1024  # elements at a time at the end of a piece; each needs registers for an address and a mask
-PIECE = 4 * BLOCK  # elements of a program: enough to amortise the cost before the first element
-ANY_TOKEN = 2**62  # in place of the size of the vocabulary, which is unknown for a tile
+BLOCK = 8192  # elements in flight at the same time: 32 for each thread
+EDGE_BLOCK = 1024  # elements of a block at the end of a piece, where each needs registers for an address and a mask
+PIECE = 4 * BLOCK  # elements for a program: enough to amortise the program's start-up cost
+ANY_TOKEN = 2**62  # used as the size of the vocabulary for a tile, where the size is unknown
 
 
 @triton.jit(
@@ -82,8 +82,8 @@ def write_gradients(
 
     whole = end - (end - begin) % BLOCK
     if reads:
-        # The label needs an accurate 1 - p, and so a more accurate exponential. The label's logit is read before the
-        # loop, which overwrites it if the op is in place. The label's gradient is written after the loop. No other
+        # The label needs an accurate 1 - p, and therefore a more accurate exponential. The label's logit is read before
+        # the loop, which overwrites it if the op is in place. The label's gradient is written after the loop. No other
         # program writes to this piece.
         place = label - first_token
         has_label = (place >= begin) & (place < end)

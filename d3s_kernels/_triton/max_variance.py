@@ -1,7 +1,7 @@
-"""max_variance_select in Triton. Each group has a program, which sorts the group in registers.
+"""max_variance_select in Triton. Each group has its own program, which sorts the group in registers.
 
 A group is a row or, if the segments are pooled, the whole batch. There is no kernel for long groups or for offsets. The
-op returns NotImplemented for these.
+op returns NotImplemented in these cases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .token_keys import number
 
-# For each program size: the longest group, and the number of threads.
+# One pair for each program size: the maximum length of a group, and the number of threads.
 SIZES = ((64, 32), (256, 64), (1024, 128))
 LARGEST = SIZES[-1][0]
 LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values behind all others
@@ -26,7 +26,7 @@ LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values behind all others
 
 @triton.jit
 def sum_of_first(sums, count, SIZE: tl.constexpr):
-    """The sum of the first ``count`` values, looked up in the inclusive sums ``sums``."""
+    """Returns the sum of the first ``count`` values. ``sums`` has the cumulative sums of the values."""
     return tl.where(count > 0, tl.gather(sums, tl.maximum(count, 1) - 1, 0), 0.0)
 
 
@@ -52,7 +52,7 @@ def select_most_varied(
     else:
         k = number(keep + 0 * n.to(tl.int64), n.to(tl.int64), times).to(tl.int32)
 
-    # Sort by value, then by index. One integer has both.
+    # Sort by value, then by index. One 64-bit integer holds both.
     order = order_key(value).to(tl.int32, bitcast=True) ^ -0x80000000
     order = tl.sort((tl.where(usable, order, LAST).to(tl.int64) << 32) | index)
     place = (order & 0xFFFFFFFF).to(tl.int32)
@@ -76,7 +76,7 @@ def select_most_varied(
     total = sum_low + sum_high
     spread = k.to(tl.float64) * (square_low + square_high) - total * total
     best = tl.max(tl.where(candidate, spread, float("-inf")), 0)
-    # Among splits that are equal up to rounding, take the split with the fewest values from the top.
+    # Among splits that are equal up to rounding, choose the split that takes the fewest of the largest values.
     good = candidate & (spread >= best * (1.0 - 1e-12))
     i = tl.max(tl.where(good, low, 0), 0)
     from_below = tl.where(n > k, i, n)

@@ -12,8 +12,8 @@ NO_KEY = tl.constexpr(0xFFFFFFFF)  # above the key of any float
 
 @triton.jit
 def order_key(value):
-    """The uint32 key of a float. A larger float has a larger key, -0 and 0 have the same key, and the key of NaN is
-    ABSENT.
+    """Returns the uint32 key of a float. A larger float has a larger key, -0 and 0 have the same key, and the key of
+    NaN is ABSENT.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
@@ -22,6 +22,6 @@ def order_key(value):
 
 @triton.jit
 def order_key_value(key):
-    """The float of a key."""
+    """Returns the float that a key stands for."""
     bits = key.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -0x80000000, ~bits).to(tl.float32, bitcast=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 from .._together import NumberOrTensor
 
 # These arguments of row_start are not specialised: strides change with the length of a batch, and STEP already tells
-# Triton how they are aligned.
+# Triton how the strides are aligned.
 PLACE = ("inner", "outer_stride", "inner_stride")
-MOST_COLUMNS = 2**31 - 2**17  # so that indices in a row, and in a block past the row's end, fit in an int32
+MOST_COLUMNS = 2**31 - 2**17  # so that indices fit in an int32, even in a block that ends after the end of the row
 
 
 class Rows(NamedTuple):
-    """Rows in two dimensions, [outer, inner]."""
+    """Rows of logits, with two leading dimensions, [outer, inner]."""
 
     tensor: Tensor
     total: int
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor) -> Rows:
         steps = _steps(logits)
-        if len(steps) > 2:  # more steps than the kernels take: copy, which costs a pass
+        if len(steps) > 2:  # the kernels take at most two steps; the copy costs a pass over the logits
             logits = logits.contiguous()
             steps = _steps(logits)
         (_, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(steps)) + steps
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return cls(logits, total, columns, inner, outer_stride, inner_stride, vector, aligned)
 
     def place(self, name: str = "logits", prefix: str = "") -> dict[str, Any]:
-        """The arguments of ``row_start``. Strides are in units of STEP, so that Triton knows the alignment of rows."""
+        """Returns the arguments of ``row_start``. The unit of strides is STEP, so that Triton knows their alignment."""
         step = self.vector if self.aligned else 1
         return {
             name: self.tensor,
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 def _steps(logits: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the leading dimensions. Neighbouring dimensions that one stride can describe are merged."""
+    """Returns (size, stride) of each leading dimension, after merging neighbours that one stride can describe."""
     steps: list[tuple[int, int]] = []
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
         if size == 1:
@@ -72,14 +72,17 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """Where a row begins. ``row`` is int64 and comes first in the products: stride (int32) * STEP might overflow."""
+    """Returns where a row begins.
+
+    ``row`` is int64, and comes first in the products, since an int32 stride * STEP might overflow.
+    """
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
 def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
-    """The arguments for the temperature. A number is passed as the bits of a float32.
+    """Returns the kernel arguments for the temperature. A Python number is passed as the bits of a float32.
 
-    A kernel that Inductor launches would take a float as float64.
+    If a number were passed as a float, Inductor would launch the kernel with a float64.
     """
     number, tensor = temperature
     (bits,) = struct.unpack("i", struct.pack("f", number))
@@ -90,7 +93,9 @@ def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
 
 @triton.jit
 def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
-    """The temperatures of rows. An unchecked temperature that is not valid becomes NaN, and so do the row's results."""
+    """Returns the temperatures of rows, or NaN for an unchecked temperature that is not valid. The results of such a
+    row are NaN.
+    """
     if temperatures is None:
         return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
     else:

@@ -1,4 +1,4 @@
-"""The softmax state (m, S, T) of ``csrc/core/softmax_state.h`` in Triton, with the same results for special values.
+"""The softmax state (m, S, T) in Triton. Special values give the same results as in ``csrc/core/softmax_state.h``.
 
 The order of sums does not depend on the layout that Triton chooses: a lane adds its elements one after the other, in
 the order of the code, and lanes are reduced in one dimension. So a row's result is bitwise equal at any address.
@@ -12,14 +12,14 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.44269504088896340736)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the maximum of no logits: not -inf, since -inf - -inf would be NaN
-# A distance d for which 2^d is 0 in float32. It replaces the distance of a -inf logit in the product with e = 0, since
-# -inf * 0 would be NaN. NaN still reaches the sums through e.
+# LOWEST_DISTANCE is a distance d for which 2^d is 0 in float32. It replaces the distance of a -inf logit in the product
+# with e = 0, since -inf * 0 would be NaN. A NaN logit still reaches the sums through e.
 LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 
 @triton.jit
 def add(m, s, scaled_t, z, scale):
-    """Adds a tuple ``z`` of elements to the states of lanes.
+    """Adds the elements of a tuple ``z`` to the states of the lanes.
 
     This takes one exponential for each element, and one exponential for the old state. ``scaled_t`` is T * ``scale``;
     ``scale`` = log2(e) / temperature turns distances into exponents of 2.
@@ -67,18 +67,18 @@ def merge(m, s, t, other_m, other_s, other_t, scale):
 @triton.jit
 def finish(s, t, temperature):
     """Returns the entropy and log S."""
-    undefined = (s < 0.5) | (t != t)  # there are only -inf logits, or none; or NaN, or +inf
+    undefined = (s < 0.5) | (t != t)  # only -inf logits, or no logits; or a NaN or +inf logit
     s = tl.where(undefined, float("nan"), s)
     log_sum = tl.log(s)
     mean = tl.div_rn(t, temperature * s)
-    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # what -inf logits leave becomes 0; NaN stays
+    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # removes terms of -inf logits; NaN stays NaN
     return tl.where(entropy < 0, 0.0, entropy), log_sum
 
 
 @triton.jit
 def exponential(x):
-    """e^x within one unit in the last place, as in ``csrc/core/exponential.h``. The device's own function is too
-    inaccurate for 1 - p.
+    """Computes e^x within one unit in the last place, as in ``csrc/core/exponential.h``. The device's own function is
+    too inaccurate for 1 - p.
     """
     inside = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))
     total = inside * 1.44269504 + 12582912.0
@@ -99,14 +99,14 @@ def power_of_two(n):
     return ((n + 127) << 23).to(tl.float32, bitcast=True)
 
 
-# ---- loads: a vector of the row for each lane, as a tuple of columns [lanes, 1] -------------------------------------
+# ---- loads: each lane loads a vector of the row. The result is a tuple of columns [lanes, 1]. -----------------------
 
 
 @triton.jit
 def load_columns(row, begin, end, LANES: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr):
-    """Loads the columns as float32. With EDGE, elements from ``end`` on are -inf."""
+    """Loads one vector for each lane, as float32 columns. With EDGE, elements from ``end`` on are -inf."""
     lane = tl.arange(0, LANES)[:, None] * VECTOR
-    if STEP == VECTOR:  # aligned: one wide load, and one thread holds all of its elements
+    if STEP == VECTOR:  # aligned: one wide load for each vector, and one thread holds all elements of the vector
         places = begin + lane + tl.arange(0, VECTOR)[None, :]
         return _split_columns(_load(row, places, end, EDGE))
     else:
@@ -141,5 +141,5 @@ def _split_columns(z):
 
 @triton.jit
 def _halves(z):
-    """The even columns and the odd columns."""
+    """Returns the even columns and the odd columns."""
     return tl.split(tl.reshape(z, [z.shape[0], z.shape[1] // 2, 2]))

@@ -1,4 +1,4 @@
-"""Functions in Triton for the scores of tokens, their order keys, and how many tokens of a segment are kept."""
+"""Triton functions for scores of tokens, order keys of scores, and the number of tokens to keep in a segment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
 
 @triton.jit
 def share(ratio, slack, present):
-    """ceil(ratio * present), but at least 1 and at most ``present``; 0 for an unchecked ratio that is not valid."""
+    """Returns ceil(ratio * present), at least 1 and at most ``present``; 0 for an unchecked ratio that is not valid."""
     wanted = tl.ceil(ratio.to(tl.float64) * present.to(tl.float64) * slack)
     k = tl.where(wanted < present.to(tl.float64), wanted, present.to(tl.float64)).to(tl.int64)
     return tl.where((ratio > 0) & (ratio <= 1), tl.maximum(k, tl.minimum(present, 1)), 0)
@@ -22,13 +22,15 @@ def share(ratio, slack, present):
 
 @triton.jit
 def number(k, present, times):
-    """``k`` values for each of ``times`` pooled segments, but at most ``present``; 0 for an unchecked k below 1."""
+    """Returns how many values are kept: ``k`` for each of ``times`` pooled segments, at most ``present``. For an
+    unchecked k below 1, this is 0.
+    """
     return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
 
 
 @triton.jit
 def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
-    """How many of a segment's ``present`` values are kept."""
+    """Returns how many of a segment's ``present`` values are kept."""
     present = present.to(tl.int64)
     if k_tensor is not None:
         return number(tl.load(k_tensor).to(tl.int64), present, times)
@@ -44,7 +46,7 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 @triton.jit
 def values_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
-    """A segment's scores, or |A| * H, at ``index``; NaN for absent tokens. Scores in int32 are order keys."""
+    """Returns a segment's scores, or |A| * H, at ``index``; NaN for absent tokens. int32 scores are order keys."""
     inside = index < length
     if scores.dtype.element_ty == tl.int32:
         value = order_key_value(tl.load(scores + segment * length + index, mask=inside, other=0))
@@ -64,5 +66,5 @@ def values_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.co
 
 @triton.jit
 def keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
-    """The order keys of :func:`values_of`."""
+    """Returns the order keys of the results of :func:`values_of`."""
     return order_key(values_of(scores, advantages, mask, segment, length, index, PER_TOKEN))

@@ -1,9 +1,9 @@
-"""topk_mask and the selection of tokens in Triton. Each segment has a program.
+"""topk_mask and the selection of tokens in Triton. Each segment has its own program.
 
 A segment of up to 16,384 values is held in registers. The program then guesses a bound, counts the values that reach
 the bound, and makes the next guess from the counts, until exactly k values reach the bound. Each guess is compared with
 all values, which takes most of the time. A longer segment is read five times, part by part. Four passes find the bound
-by histograms of 8 bits of the order keys, as in ``csrc/cuda/key_search.h``. The fifth pass writes the mask.
+from histograms, each over 8 bits of the order keys, as in ``csrc/cuda/key_search.h``. The fifth pass writes the mask.
 
 A segment is a row or, if the segments are pooled, the whole batch. The ops return NotImplemented in two cases: if
 segments are longer than LARGEST, where plain PyTorch is as fast, and if there are offsets, since then only the device
@@ -26,10 +26,10 @@ from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 from .token_keys import keys_of, quota_of, values_of
 
-# For each program size: the longest segment that it holds, and the number of threads. A thread's registers hold up to
-# 32 values.
+# One pair for each program size: the maximum length of a segment, and the number of threads. A thread's registers hold
+# up to 32 values.
 SIZES = ((1024, 128), (4096, 256), (8192, 256), (16384, 512))
-PART, THREADS = 4096, 512  # values in a part of a longer segment, and threads that read it
+PART, THREADS = 4096, 512  # for longer segments: the number of values in a part, and the number of threads
 LARGEST = 131_072
 
 
@@ -64,7 +64,10 @@ def select_top(
 
 @triton.jit
 def number_of(true):
-    """How many are true, as a float. On NVIDIA, a comparison itself gives 0.0 or 1.0; an integer takes a select."""
+    """Returns how many elements are true, as a float.
+
+    On NVIDIA GPUs, a comparison yields 0.0 or 1.0 directly, while an integer would need a select.
+    """
     return tl.sum(tl.where(true, 1.0, 0.0), 0)
 
 
@@ -155,7 +158,7 @@ def _select(
     advantages: Tensor | None = None,
     with_counts: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The mask of all segments, and each segment's count and threshold. The segments must fit (:func:`_fits`)."""
+    """Computes the mask, the counts and the thresholds of all segments. The segments must fit (:func:`_fits`)."""
     device, segments = scores.device, torch.Size(()) if pooled else shape[:-1]
     out = torch.empty(shape, dtype=torch.bool, device=device)
     counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
@@ -164,8 +167,8 @@ def _select(
         length = shape.numel() // segments.numel()
         held = length <= SIZES[-1][0]
         size, threads = smallest(SIZES, length) if held else (PART, THREADS)
-        # With this limit, four programs of 256 threads share a multiprocessor. With counts or drop_zeros there is no
-        # limit: the kernel then needs both values and ranks, and its registers would spill.
+        # With this limit, four programs of 256 threads share a multiprocessor. With counts or drop_zeros, there is no
+        # limit, since the kernel then needs both values and ranks, and its registers would spill.
         limit = registers(64) if held and not (with_counts or drop_zeros) else {}
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:
@@ -178,14 +181,17 @@ def _select(
 
 
 def _spread(advantages: Tensor, shape: torch.Size) -> Tensor:
-    """The advantages expanded to ``shape``: one for each token, or one for each row."""
+    """Expands the advantages to ``shape``, which has one element for each token or for each row."""
     if advantages.dim() == len(shape) - 1:
         advantages = advantages.unsqueeze(-1)
     return advantages.expand(shape).contiguous()
 
 
 def _quota(ratio: NumberOrTensor, k: NumberOrTensor = NOTHING, times: int = 1) -> dict[str, Any]:
-    """The quota as kernel arguments. If the ratio is a number, its bits are passed, since no kernel takes a float."""
+    """Returns the quota as kernel arguments.
+
+    A ratio that is given as a Python number is passed as its bits, since no kernel takes a float.
+    """
     (bits,) = struct.unpack("q", struct.pack("d", ratio.number or 0.0))
     return {"ratio_bits": bits, "ratio": ratio.tensor, "k": k.number, "k_tensor": k.tensor, "times": times}
 
@@ -238,7 +244,7 @@ def select_tokens_from_logits(
             entropy, advantages, *ratio, mask, *segments, drop_zeros
         )
         return chosen, entropy, count, threshold
-    # One kernel writes keys and entropies, so that no other kernel reads entropies, mask and advantages again.
+    # One kernel writes both keys and entropies, so that no second kernel has to read entropies, mask and advantages.
     keys = torch.empty(shape, dtype=torch.int32, device=logits.device)
     each = shape.numel() // max(1, advantages.numel())
     entropy = row_statistics(
