@@ -1,4 +1,4 @@
-"""Checks before the first collective: each rank's arguments are valid, and all ranks make the same call.
+"""Checks before the first collective that each rank's arguments are valid, and that all ranks make the same call.
 
 A rank that refuses its arguments raises before it takes part in a collective; the other ranks then wait for it until
 the group's timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments. If one rank refuses its
@@ -20,8 +20,8 @@ from .._arguments import checks_everything, is_known, require_optional_tensors, 
 from .._groups import Ranks
 
 _Checked = TypeVar("_Checked")
-# The errors whose type stays the same on all ranks, by the name that is sent. Errors of other types become a
-# RuntimeError.
+# If one rank refuses its arguments with an error of one of these types, all ranks raise this type. The ranks exchange
+# its name. For an error of another type, all ranks raise RuntimeError.
 _TOLD = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
 
 
@@ -42,7 +42,7 @@ def agree(
     try:
         checked = check()
         message = json.dumps({"arguments": {"call": op} | alike(checked)}, default=_as_json)
-    except Exception as error:  # any error: the other ranks are waiting for this rank's answer
+    except Exception as error:  # any type of error, since the other ranks are waiting for this rank's answer
         refusal = error
         message = json.dumps({"refused": [type(error).__name__, str(error)]})
     everyones: list[dict[str, Any]] = [json.loads(text) for text in ranks.gather_text(message)]
@@ -55,10 +55,10 @@ def agree(
 
 
 def require_alike(everyones: list[dict[str, Any]]) -> None:
-    """Raises if a value differs between ranks."""
+    """Raises ValueError if an argument differs between ranks."""
     first = everyones[0]
     for rank, arguments in enumerate(everyones):
-        for name in first:  # "call" is compared first: other ops have other arguments
+        for name in first:  # "call" is compared first, since other ops have other arguments
             if arguments[name] != first[name]:
                 raise ValueError(
                     f"{name}: got {_shortened(first[name])} on rank 0 and {_shortened(arguments[name])} on rank "
@@ -77,7 +77,7 @@ def _shortened(value: Any) -> str:
 
 
 class Layout(NamedTuple):
-    """The ranks that hold a tensor together, and how its segments are placed on them."""
+    """The ranks that together hold a tensor, and how the tensor's segments are placed on these ranks."""
 
     process_group: dist.ProcessGroup | DeviceMesh
     placement: str
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
     max_rollouts: int | None = None
 
     def local_offsets(self, ranks: Ranks) -> Tensor | None:
-        """The offsets if they cut this rank's values, so that the local op can take them; None if they cut all ranks'
+        """Returns the offsets for the local op, or None if the offsets cut all ranks' values instead of this rank's
         values.
         """
         return None if self.placement == "global" and ranks.size > 1 else self.offsets
@@ -96,7 +96,7 @@ class Layout(NamedTuple):
         return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
 
     def check(self, name: str, values: Tensor, *takes: str) -> None:
-        """Checks what a rank can check without the other ranks. :meth:`check_end` checks the rest."""
+        """Makes the checks that need no information from other ranks. :meth:`check_end` makes the remaining check."""
         placement, offsets = self.placement, self.offsets
         if placement not in takes:
             raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
@@ -129,8 +129,8 @@ class Layout(NamedTuple):
             )
 
     def check_end(self, name: str, lengths: Tensor) -> None:
-        """Checks the end of global offsets. ``lengths`` has the number of values of each rank. Offsets and lengths are
-        the same on all ranks, so all ranks raise.
+        """Checks that global offsets end at the number of values on all ranks. ``lengths`` has the number of values on
+        each rank. Offsets and lengths are the same on all ranks, so if one rank raises, all ranks raise.
         """
         if self.placement != "global" or self.offsets is None or not is_known(self.offsets):
             return

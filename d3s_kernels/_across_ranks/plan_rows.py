@@ -18,8 +18,8 @@ from .agreement import agree
 
 
 class RowPlan(NamedTuple):
-    """Which rows move to which rank, as one rank sees it. Rows are given as indices into the planned mask, and keep
-    their order.
+    """One rank's plan of which rows move to which rank. Rows are given as indices into this rank's mask, and keep their
+    order.
     """
 
     staying: Tensor
@@ -43,20 +43,20 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
     """Plans which kept rows move to which rank, so that every rank ends with the same number of kept rows.
 
     As few rows as possible move. A rank that has too many rows keeps its first rows. Its surplus rows go to ranks that
-    have too few, in rank order of both senders and receivers. :func:`exchange_rows` then moves the rows.
+    have too few rows, in rank order of both senders and receivers. :func:`exchange_rows` then moves the rows.
 
     All kept rows stay kept, so no variance is lost. In a benchmark with 8 prompts of 16 rollouts on each of 64 ranks,
     ``select_rollouts`` kept half of the rollouts. If rewards were 0 or 1, 12.5 % of the kept rollouts had to move; if
     rewards were normally distributed, 3.5 % (``python -m benchmarks.equal_rows``).
 
-    This takes one collective, with 8 bytes from each rank. It causes a host sync, because all_to_all_single takes the
-    numbers of rows on the host.
+    Planning takes one collective, with 8 bytes from each rank. It causes a host sync, because all_to_all_single needs
+    the row counts on the host.
 
     Args:
         mask: bool or integer (True where it is not 0) ``[rows]``: which of this rank's rows are kept. Ranks may have
             different numbers of rows, or none.
         process_group: the ranks: a ``torch.distributed`` process group, or a device mesh of one dimension.
-        drop_last: if the number of kept rows is not a multiple of the number of ranks, leave out the surplus rows: the
+        drop_last: if the number of kept rows is not a multiple of the number of ranks, leave out the remainder: the
             last rows of the last rank first.
 
     Returns:
@@ -92,7 +92,7 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
         raise ValueError(
             f"mask: {sum(held)} rows are kept on {ranks.size} ranks; takes a multiple of the ranks, or drop_last=True"
         )
-    ends = [min(end, rows * ranks.size) for end in accumulate(held, initial=0)]  # without the surplus
+    ends = [min(end, rows * ranks.size) for end in accumulate(held, initial=0)]  # without the remainder
     taken = [end - begin for begin, end in pairwise(ends)]
     sent = _moves(taken, rows)
     rank, moved = ranks.rank, sum(map(sum, sent))
@@ -101,8 +101,8 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
 
 
 def _moves(held: list[int], rows: int) -> list[list[int]]:
-    """How many rows each rank sends to each rank: ``[sender][receiver]``. Surplus rows and missing rows are both
-    counted in rank order. The n-th surplus row then fills the place of the n-th missing row.
+    """Returns how many rows each rank sends to each rank, as ``[sender][receiver]``. Surplus rows and missing rows are
+    both counted in rank order. The n-th surplus row then goes to the rank of the n-th missing row.
     """
     leaving = [0, *accumulate(max(number - rows, 0) for number in held)]
     missing = [0, *accumulate(max(rows - number, 0) for number in held)]
@@ -126,7 +126,8 @@ def exchange_rows(
 ) -> Tensor | dict[str, Tensor]:
     """Exchanges rows as planned by :func:`plan_rows`, in one all-to-all, and returns this rank's rows.
 
-    If no row moves, there is no all-to-all. Only rows that move are sent, as bytes. The result has no gradient.
+    If no row moves, there is no all-to-all. Only the rows that move are sent. They are sent as bytes. The result has no
+    gradient.
 
     Args:
         values: ``[rows, ...]``, of any dtype, with a row for each element of the planned mask; or a dict of such
@@ -165,7 +166,7 @@ def exchange_rows(
         for name, column in columns.items():
             if not isinstance(column, Tensor):
                 raise TypeError(f"{name}: got {type(column).__name__}; takes a tensor")
-            if not column.is_quantized:  # the rows of a quantised tensor are moved as they are
+            if not column.is_quantized:  # a quantised tensor is allowed: its rows are moved unchanged
                 require_readable(**{name: column})
             if column.device != plan.staying.device:
                 raise ValueError(f"{name}: is on {column.device}; takes a tensor on the plan's, {plan.staying.device}")
@@ -189,13 +190,13 @@ def exchange_rows(
         received = sent.new_empty(sum(plan.receive_counts), sent.shape[1])
         dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=ranks.group)
         for name, part in zip(names, torch.split(received, [part.shape[1] for part in leaving], 1), strict=True):
-            # Cloned, since a part of a row of bytes may be misaligned for the dtype.
+            # The part is cloned, since a part of a row of bytes may be misaligned for the dtype.
             packed = part.clone(memory_format=torch.contiguous_format).view(-1).view(rows[name].dtype)
             rows[name] = torch.cat([rows[name], packed.view(len(part), *rows[name].shape[1:])])
     return rows["values"] if isinstance(values, Tensor) else rows
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """The rows as uint8 ``[rows, bytes]``, since not every backend of torch.distributed takes every dtype."""
+    """Returns the rows as uint8 ``[rows, bytes]``, since not every backend of torch.distributed takes every dtype."""
     width = math.prod(rows.shape[1:]) * rows.element_size()
     return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), width)

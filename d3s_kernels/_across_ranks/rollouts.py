@@ -1,9 +1,9 @@
-"""group_advantages, max_variance_select, select_rollouts across ranks.
+"""group_advantages, max_variance_select and select_rollouts across ranks.
 
-The tensors of all ranks count as one concatenated tensor, and each rank gets its part of the local op's result for that
-tensor. For this, the values of all ranks are gathered once, and each rank runs the local op on all values. If every
-group is whole on one rank and nothing is pooled, each rank runs the local op only on its own values, and nothing is
-sent.
+The tensors of all ranks count as one concatenated tensor. The local op's result for that tensor is computed, and each
+rank returns its part. To do so, each rank gathers the values of all ranks once, and runs the local op on all values. If
+every group is whole on one rank and nothing is pooled, each rank runs the local op only on its own values, and nothing
+is sent.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
 
     same = {"scale": scale, "eps": eps, "ddof": ddof}
     arguments = agree(ranks, "group_advantages", check, lambda checked: _alike(layout, checked[0]) | same)
-    rewards = arguments[0]  # of a float dtype
+    rewards = arguments[0]  # converted to a float dtype
     whole = layout.is_whole(rewards)
     if ranks.size == 1 or (whole and scale != "batch"):
         return ops.group_advantages(*arguments)
-    # All ranks send float64. So ranks with different dtypes notice the difference, instead of waiting for each other's
-    # bytes.
+    # All ranks send float64, so that the size of messages does not depend on the dtype. Then ranks with different
+    # dtypes notice the difference, instead of waiting for each other's bytes.
     dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
     everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
     if everyones.host_total is not None:
         require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
     if not whole:
         groups = everyones.segments(layout, "rewards")
-    else:  # this rank's groups, with one segment before them and one behind them for the other ranks' values
+    else:  # this rank's groups, plus one segment before and one behind them for the other ranks' values
         if offsets is None:
             edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
         else:
             edges = offsets.long().clamp(0, rewards.numel())
         groups = everyones.with_tail(torch.cat([edges.new_zeros(1), everyones.begin + edges]))
-    all_rewards = everyones.values.to(rewards.dtype)  # exact; the op's tolerance for rounding depends on the dtype
+    all_rewards = everyones.values.to(rewards.dtype)  # without rounding; the op's tolerance depends on the dtype
     advantages = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[everyones.places]
     if everyones.host_total is None:  # the host does not know whether all ranks have the same dtype
         advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
@@ -84,7 +84,9 @@ def select_rollouts(
     *,
     call: str = "select_rollouts",
 ) -> Tensor:
-    """Also computes max_variance_select, with ``call="max_variance_select"`` and a ``max_segment`` in the layout."""
+    """Computes select_rollouts or, with ``call="max_variance_select"``, max_variance_select. Only for the latter, the
+    layout may have a ``max_segment``.
+    """
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
     def check() -> tuple[Any, ...]:
@@ -109,19 +111,20 @@ def select_rollouts(
 
     numbers = values.reshape(-1).float()
     usable = both(numbers.isfinite(), checked_mask)
-    if rule == "random":  # scores are sent in place of values, so that all ranks have the same scores
+    if rule == "random":  # scores are sent instead of values, so that all ranks have the same scores
         numbers, rule = random_scores(numbers, generator, ranks.rank), "highest"
     groups_here = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), groups_here, layout.max_rollouts)
     segments = everyones.segments(layout, "values")
-    if pooled:  # keeps `keep` times the number of groups; no groups count as 1 group
+    if pooled:  # keeps `keep` times the number of groups; without groups, this number is 1
         groups = everyones.numbers.sum().clamp(min=1) if whole else max(len(segments) - 2, 1)
         each = at_most(max(len(everyones.values), 1), number, tensor)
         number, tensor = None, torch.ones((), dtype=torch.int64, device=values.device) * each * groups
         segments = everyones.as_one_segment()
     if equal_rows:  # only with scope "batch"
         return most_varied(everyones.rows, tensor)[ranks.rank, : len(numbers)].view(values.shape)
-    # If the host does not know the total, there may be padding: one more segment, which may be longer than the others.
+    # If the host does not know the total, there may be padding. This is one more segment, which may be longer than
+    # max_segment.
     longest = layout.max_segment if everyones.host_total is not None else None
     kept = choose_rollouts(rule, None, everyones.values, number, tensor, None, segments, longest, False)
     kept = kept[everyones.places]
@@ -131,7 +134,7 @@ def select_rollouts(
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
-    """The values that must be the same on all ranks."""
+    """Returns the arguments and properties that must be the same on all ranks."""
     return {
         "values": f"{values.dtype} {['*', *values.shape[1:]]}",
         "offsets": layout.offsets if layout.placement == "global" else layout.offsets is not None,
@@ -141,29 +144,29 @@ def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
 
 
 def _left_out(places: Tensor, offsets: Tensor) -> Tensor:
-    """Marks the places that offsets leave out. Only offsets that were not checked can leave out any."""
+    """Marks the positions that the offsets leave out. Only unchecked offsets can leave out positions."""
     return (places < offsets[0]) | (places >= offsets[-1])
 
 
 # ---- all ranks' rollouts in one tensor -------------------------------------------------------------------------------
 
-_HEADER = 2  # int32 elements before the values: the number of values, and an additional number
+_HEADER = 2  # the number of int32 elements before the values: the count of values, and an additional integer
 
 
 class Everyones(NamedTuple):
     """The values of all ranks, both as one row for each rank and concatenated."""
 
     rows: Tensor  # [ranks, most]: NaN after a rank's last value
-    numbers: Tensor  # int64 [ranks]: the additional number from each rank
+    numbers: Tensor  # int64 [ranks]: the additional integer from each rank
     lengths: Tensor  # int64 [ranks]: how many values each rank has
     host_total: int | None  # how many values all ranks have together; None if the host does not know
     values: Tensor  # all values in rank order, then padding of NaN
     begin: Tensor  # int64 [1]: where the values of this rank begin in `values`
-    places: Tensor  # int64 [values of this rank]: the position of each in `values`
+    places: Tensor  # int64 [values of this rank]: the position of each of these values in `values`
 
     def segments(self, layout: Layout, name: str) -> Tensor:
-        """The offsets of the segments that lie on several ranks, with one more segment for the padding. If the layout
-        has no global offsets, all values are one segment.
+        """Returns the offsets of the segments over all ranks, with one more segment for the padding. If the layout has
+        no global offsets, all values are one segment.
         """
         if layout.placement != "global":
             return self.as_one_segment()
@@ -175,24 +178,24 @@ class Everyones(NamedTuple):
         return self.with_tail(pad(self.lengths.sum(0, keepdim=True), (1, 0)))
 
     def with_tail(self, offsets: Tensor) -> Tensor:
-        """The offsets of the ranks' values, with the padding as one more segment."""
+        """Returns the offsets with one more segment at the end, for the padding."""
         return torch.cat([offsets, offsets.new_full((1,), len(self.values))])
 
 
 def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
-    """Gathers the values of all ranks, float32 or float64 ``[n]``, and an additional number from each rank. This is
-    little data, since there is one value for each rollout.
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and an additional integer from each rank. This is
+    little data, since there is only one value for each rollout.
 
     Ranks may have different numbers of rollouts, or none, but all send messages of the same length. With the caller's
     bound ``max_rollouts``, a message has room for that many values. Then only the device knows where the values of a
-    rank end, and there is no host sync. Without a bound, a message has room for the values of the rank that has the
-    most. To find out how many these are takes one more collective and a host sync.
+    rank end, and there is no host sync. Without a bound, a message has room for the largest number of values that any
+    rank has. Finding this number takes one more collective and a host sync.
     """
     most, total = max_rollouts, None
     if most is None:
         known = ranks.gather_number(len(values), values).tolist()  # causes a host sync
         most, total = max(known), sum(known)
-    # As int32, so that nothing treats the two integers of the header as floats.
+    # The message is int32, so that nothing treats the two integers of the header as floats.
     padded = pad(values, (0, most - len(values)), value=math.nan).view(torch.int32)
     message = padded.new_empty(_HEADER + len(padded))
     message[0], message[1], message[_HEADER:] = len(values), number, padded
@@ -208,7 +211,7 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
     in_order = rows.view(-1)
     if total != rows.numel():  # some rows have padding
         place = torch.arange(rows.numel() if total is None else total, device=ends.device)
-        holder = torch.searchsorted(ends, place, right=True)  # for the padding, one past the last rank
+        holder = torch.searchsorted(ends, place, right=True)  # each value's rank; for padding, one past the last
         inside = place < ends[-1]
         holder = holder.where(inside, 0)
         source = (holder * most + place - begins[holder]).where(inside, 0)
@@ -228,34 +231,37 @@ def _is_at_hand(lengths: Tensor) -> bool:
 #
 # Each of R ranks keeps q values. The variance is convex in each value, so in the best choice each rank keeps its i
 # lowest and its q - i highest values, for some i that may differ between ranks. Start with the q highest values of each
-# rank. Exchange number i of a rank then replaces h by l, where l is the rank's i-th lowest value, and h is the lowest
-# value that is left of its q highest values. Along a rank's exchanges the midpoints (l + h) / 2 do not decrease.
+# rank. The i-th exchange of a rank then replaces h by l: l is the rank's i-th lowest value, and h is the lowest
+# that is still kept of the rank's q highest values. From one exchange of a rank to the next, the midpoint (l + h) / 2
+# does not decrease.
 #
-# For a fixed centre c, an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2 over the kept values x. This is
-# positive if c lies above the midpoint. So the set with the largest sum is made by exactly the exchanges whose midpoint
-# lies below c. Put the exchanges of all ranks in the order of their midpoints. The sets after 0, 1, ..., q R of these
-# exchanges are a chain, which has the best set for every centre. There are only q R + 1 sets in the chain, and all are
-# tried.
+# For a fixed centre c, an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2 over the kept values x. This
+# difference is positive if c lies above the midpoint. So exactly the exchanges whose midpoint lies below c lead to the
+# set with the largest sum. Put the exchanges of all ranks in the order of their midpoints. The sets after 0, 1, ...
+# of these q R exchanges form a chain, which contains the set with the largest sum for every centre. There are only
+# q R + 1 sets in the chain, and all of them are tried.
 #
-# How good is the best set of the chain? Let F be the sum of squared deviations of a set from its mean. F is the
-# smallest sum of (x - c)^2 over all centres c. So for every centre, no set has an F above the largest sum of all sets.
-# Let c* be the centre at which this largest sum is smallest, and let B be its value there. Either a set of the chain
-# has the mean c*, and then its F is B. Or the mean crosses c* at an exchange whose midpoint is c*: the set before this
-# exchange and the set after it both have the sum B at c*, and their means lie on different sides of c*. The exchange
-# moves the mean by d / k, where d = h - l and k = q R. So one of the two means is within d / (2 k) of c*, and the F of
-# its set is k (mean - c*)^2 below B. The chain's best set is therefore within d^2 / (4 k) of the optimum. This is less
-# than one rollout's part of the sum.
+# How good is the best set of the chain? For any set, let F be the sum of the squared deviations of the set's values
+# from their mean. This is the smallest value that the set's sum of (x - c)^2 has for any centre c. So if c is fixed, no
+# set has an F above the largest sum of any set at this c. Let c* be the centre at which this largest sum is smallest,
+# and let B be the largest sum at c*. Then no set has an F above B. Either a set of the chain has the sum B at c* and
+# the mean c*, and then the F of this set is B. Or the mean crosses c* at an exchange whose midpoint is c*: the set
+# before this exchange and the set after it both have the sum B at c*, and their means lie on different sides of c*. The
+# exchange moves the mean by d / k, where d = h - l and k = q R. So the mean of one of the two sets is within d / (2 k)
+# of c*, and the F of this set is B - k (mean - c*)^2. The chain's best set is therefore within d^2 / (4 k) of the
+# optimum. This is less than one rollout's part of the sum.
 #
-# To find the optimum itself is as hard as to divide numbers into two sets with equal sums: with the values -d_r and d_r
-# on rank r and q = 1, one has to maximise sum d_r^2 - (sum +-d_r)^2 / R.
+# Finding the optimum itself is as hard as dividing numbers into two sets with equal sums. For example, let each rank r
+# have the values -d_r and d_r, and let q be 1. Then the signs must be chosen that maximise
+# sum d_r^2 - (sum +-d_r)^2 / R.
 #
-# With one rank, the chain consists of the splits in csrc/core/split_scan.h, and gives the same set.
+# With one rank, the chain consists of the splits in csrc/core/split_scan.h, and the same set is chosen as there.
 
 
 def most_varied(values: Tensor, wanted: Tensor) -> Tensor:
-    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted`` divided by the number of ranks and
-    rounded up, but no more than the row with the fewest usable values has. Usable values are finite. There is no host
-    sync.
+    """Marks the same number of values in each row of ``[ranks, most]``. This number is ``wanted`` divided by the number
+    of ranks and rounded up, but at most the smallest number of usable values in any row. A value is usable if it is
+    finite. There is no host sync.
     """
     ranks, most = values.shape
     usable = values.isfinite()
@@ -273,18 +279,18 @@ def most_varied(values: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> Tensor:
-    """``[ranks, 1]``: how many exchanges each rank makes in the best set of the chain."""
+    """Returns ``[ranks, 1]``: how many exchanges each rank makes to reach the best set of the chain."""
     ranks, most = in_order.shape
     exchanged, usable = place < each, place < have
     partner = (place + have - each).clamp(max=most - 1)
-    midpoint = in_order + in_order.gather(1, partner)  # twice the midpoint: the order is the same
-    # If rewards are 0 or 1, exchanges tie. The ranks then make their exchanges in turn, so that each rank keeps values
-    # from both ends.
+    midpoint = in_order + in_order.gather(1, partner)  # twice the midpoint, which has the same order
+    # If all rewards are 0 or 1, many exchanges have equal midpoints. The ranks then make their exchanges in turn, so
+    # that each rank keeps values from both ends.
     turns = midpoint.masked_fill(~exchanged, math.inf).T.reshape(-1).argsort(stable=True)
     chain = turns % ranks * most + turns // ranks
 
-    # One of the values is subtracted from all, since large values with small differences would cancel. Sums are made by
-    # doubling, since they have to be bitwise equal on all ranks and in all runs.
+    # One of the values is subtracted from all values, since sums of large values with small differences would lose
+    # precision. Sums are computed by doubling, since they must be bitwise equal on all ranks and in all runs.
     shift = in_order[0, (have[0] // 2).clamp(max=most - 1)]
     value = (in_order - shift).masked_fill(~usable, 0)
     out = value.gather(1, partner)
@@ -294,7 +300,8 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
     running = pool(in_order).scan(terms, torch.add)
     total, square = running[2:, -1:] + pad(running[:2], (1, 0))
 
-    # Sets this close to the best count as equal. Among equal sets, the one with the fewest values from the top wins.
+    # Sets whose spread is this close to the largest spread count as equal. Among equal sets, the set that keeps the
+    # fewest of the highest values is chosen.
     kept, number = each * ranks, torch.arange(ranks * most + 1, device=chain.device)
     spread = torch.where(number <= kept, kept * square - total.square(), -math.inf)
     chosen = number.where(spread >= spread.max() * (1 - 1e-12), 0).max()

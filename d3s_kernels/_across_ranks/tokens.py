@@ -1,10 +1,12 @@
-"""topk_mask and select_tokens across ranks: they keep exactly k values of each segment that lies on several ranks.
+"""topk_mask and select_tokens across ranks: they keep exactly k values of each segment, even if it lies on several
+ranks.
 
 The k-th largest key over all ranks is found digit by digit. Each rank takes its keys that start with the digits found
 so far, and counts them by their next digit. The counts are summed over the ranks. The k-th largest key decides which
-keys are kept, except for ties. Ties go to the lower rank, so each rank has to know how many ties the ranks before it
-have. So the ranks exchange counts, whose size does not depend on the number of tokens. With ``drop_zeros`` they also
-exchange the lowest kept key of each segment. For cut sequences they also exchange the lengths of the pieces.
+keys are kept, except for ties. Among ties, those on lower ranks are kept first, so each rank must know how many ties
+the lower ranks have. Thus the ranks exchange only counts, whose size does not depend on the number of tokens. With
+``drop_zeros``, the ranks also exchange the lowest kept key of each segment. For cut sequences, they also exchange the
+lengths of the pieces.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ from .agreement import agree
 Top = tuple[Tensor, Tensor, Tensor]
 _MOST = 2**31 - 1  # the largest int32
 
-# (shift, bits) of each digit. Few segments take three collectives, with 16, 16 and 8 KB for each segment. Many segments
-# take four collectives, with 2 KB for each segment, since bytes then cost more than collectives.
+# (shift, bits) of each digit; the counts of a digit take one collective. With few segments, there are three digits,
+# with 16, 16 and 8 KB for each segment. With many segments, there are four digits, with 2 KB for each segment, since
+# bytes then cost more than collectives.
 FEW_SEGMENTS = 16
 _LONG_DIGITS = (21, 11), (10, 11), (0, 10)
 _SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
 
 # With few segments and up to this many ranks, counts are gathered instead of all-reduced. This takes no longer, and the
-# gathered counts of the last digit include all ranks' ties. Otherwise, the ties take one more collective.
+# gathered counts of the last digit show how many ties each rank has. If counts are all-reduced, the ranks exchange
+# their numbers of ties in one more collective.
 FEW_RANKS = 8
 
 
@@ -94,7 +98,7 @@ def select_tokens(
         )  # fmt: skip
         values, weights, *rest = arguments
         layout.check("entropy", values, "whole", "global", "pieces")
-        if layout.placement == "global":  # the op would refuse advantages for the sequences of all ranks
+        if layout.placement == "global":  # the local op would refuse one advantage for each global sequence
             assert layout.offsets is not None
             takes = values.shape[0], layout.offsets.shape[0] - 1
             if weights.dim() > 1 or (weights.dim() == 1 and weights.shape[0] not in takes):
@@ -124,7 +128,9 @@ def select_tokens(
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
-    """The values that must be the same on all ranks: the segments, unless each segment is whole on one rank."""
+    """Returns the arguments and properties that must be the same on all ranks. The segments must be the same, unless
+    each segment is whole on one rank.
+    """
     segments: object = layout.offsets
     if layout.placement != "global":
         segments = list(values.shape[:-1]) if layout.offsets is None else layout.offsets.shape[0] - 1
@@ -135,7 +141,7 @@ def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
 
 
 def _pieces(layout: Layout, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
-    """The offsets that cut this rank's values into one piece, maybe empty, for every global segment."""
+    """Returns offsets that cut this rank's values into one piece for every global segment. A piece may be empty."""
     layout.check_end(name, lengths)
     assert layout.offsets is not None
     return (layout.offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
@@ -145,16 +151,17 @@ def _pieces_and_weights(
     layout: Layout, offsets: Tensor, entropy: Tensor, advantages: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Returns offsets that cut this rank's tokens into pieces of the sequences, and the advantages of these tokens (or
-    one 0-d advantage for all of them). This takes one collective, with 24 bytes from each rank.
+    one 0-d advantage for all tokens). This function makes one collective, with 24 bytes from each rank.
 
-    If a rank has as many tokens as there are sequences, its advantages may be for tokens or for sequences. So every
-    rank sends whether the shape of its advantages fits its tokens, and whether it fits the sequences. Advantages are
-    for sequences if all shapes fit the sequences, but not all shapes fit the tokens.
+    If a rank has as many tokens as there are sequences, the shape of its advantages does not show whether they are for
+    tokens or for sequences. So every rank sends two flags: whether the shape fits its tokens, and whether the shape
+    fits the sequences. Advantages are for sequences if the shapes on all ranks fit the sequences, but not all of these
+    shapes fit the tokens.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     number = advantages.shape[0] if advantages.dim() else -1
     fits = torch.empty(3, dtype=torch.int64, device=entropy.device)
-    fits[0], fits[1], fits[2] = tokens, number == tokens, number == sequences  # a list would cause a host sync
+    fits[0], fits[1], fits[2] = tokens, number == tokens, number == sequences  # copying a list would cause a host sync
     lengths, for_tokens, for_sequences = ranks.gather(fits).unbind(1)
     pieces = _pieces(layout, lengths, ranks, "entropy") if layout.placement == "global" else offsets
     if number != sequences or 0 in (tokens, sequences):
@@ -179,11 +186,11 @@ def gathers_counts(segments: int, ranks: int) -> bool:
 
 
 def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Top:
-    """Selects from segments that lie on all ranks. A rank's pieces of the segments are the rows of its keys, or the
-    parts into which its offsets cut them.
+    """Selects the highest keys of segments that are spread over all ranks. This rank's pieces of the segments are the
+    rows of ``keys`` or, with ``offsets``, the parts into which the offsets cut ``keys``.
 
-    Returns the mask, which has the shape of the keys, and two values for each segment over all ranks: how many keys are
-    kept (int32, clamped to the largest int32), and the lowest kept score (float32, infinite if no key is kept).
+    Returns the mask of this rank's keys, and two results for each segment over all ranks: how many keys are kept
+    (int32, clamped to the largest int32), and the lowest kept score (float32, infinite if no key is kept).
     """
     segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
     gathers = gathers_counts(segments, ranks.size)

@@ -42,28 +42,28 @@ def vocab_parallel_logprob_entropy(
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is sharded across the ranks of a group.
+    """Computes :func:`d3s_kernels.logprob_entropy` for logits whose vocabulary is sharded across the ranks of a group.
 
-    Each rank reduces its columns to the softmax state of every row, ``(max, S, T, the label's logit)``. One all-gather
-    of these states follows: float32 ``[rows, 4]``, so 16 bytes for each row and rank. Each rank merges the states in
-    rank order. Nothing else is communicated. The results are bitwise equal on all ranks.
+    Each rank reduces its columns to the softmax state of every row, ``(max, S, T, the label's logit)``. The ranks then
+    exchange these states in one all-gather: float32 ``[rows, 4]``, so 16 bytes for each row and rank. Each rank merges
+    the states in rank order. Nothing else is communicated. The results are bitwise equal on all ranks.
 
     **Backward.** Nothing is communicated. The loss must be the same on all ranks; then the incoming gradients of
-    ``logprob`` and ``entropy`` are also the same. From these gradients and the entropy, maximum and log S of each row,
-    each rank computes the gradient of its columns. This is the convention of Megatron's vocab-parallel cross entropy.
-    Do not scale the loss by the number of these ranks, and do not sum the terms of the loss over these ranks: an
-    all-reduce that autograd sees would give the right loss, but gradients that are too large by a factor of the number
-    of ranks.
+    ``logprob`` and ``entropy`` are also the same. From these gradients, and from the entropy, maximum and log S of each
+    row, each rank computes the gradient of its columns. Megatron's vocab-parallel cross entropy uses the same
+    convention. Do not scale the loss by the number of these ranks, and do not sum the terms of the loss over these
+    ranks: an all-reduce that autograd sees would give the right loss, but gradients that are too large by a factor of
+    the number of ranks.
 
-    If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows sharded like those
-    of ``logits_shard``. If rows are sharded, plain tensors and the sampling mask have only this rank's rows.
+    If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with their rows sharded as
+    in ``logits_shard``. If rows are sharded, plain tensors and the sampling mask must have only this rank's rows.
 
     Args:
-        logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any strides, but
-            stride 1 in the last dimension. Ranks may have different numbers of columns, or none. A token that only pads
-            the vocabulary is a column of ``-inf``; a whole shard may be padding. May also be a DTensor with
-            ``Shard(-1)`` on one dimension of its mesh, and with ``Replicate`` or a ``Shard`` of rows on each other
-            dimension.
+        logits_shard: ``[..., V_r]``, this rank's columns of the logits, in bfloat16, float16 or float32. The stride of
+            the last dimension must be 1; all other strides are allowed. Ranks may have different numbers of columns, or
+            none. A token that only pads the vocabulary is a column of ``-inf``; a whole shard may be padding. May also
+            be a DTensor with ``Shard(-1)`` on one dimension of its mesh, and with ``Replicate`` or a ``Shard`` of rows
+            on each other dimension.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
             the logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are
             NaN.
@@ -125,7 +125,7 @@ def vocab_parallel_logprob_entropy(
     def alike(arguments: tuple[Any, ...]) -> dict[str, Any]:
         return {
             "the rows of logits_shard": list(logits.shape[:-1]), "labels": labels, "temperature": temperature,
-            "mask": arguments[6],  # as bool
+            "mask": arguments[6],  # converted to bool
             **sampling.values(),
         }  # fmt: skip
 
@@ -156,7 +156,8 @@ def vocab_parallel_linear_logprob_entropy(
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose vocabulary is sharded across the ranks of a group.
+    """Computes :func:`d3s_kernels.linear_logprob_entropy` for an LM head whose vocabulary is sharded across a group's
+    ranks.
 
     Each rank has some rows of the weight, and all ranks have the same hidden states. The logits are never stored as a
     whole. The forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for each rank and each row
@@ -168,8 +169,8 @@ def vocab_parallel_linear_logprob_entropy(
     ``hidden`` needs no gradient, nothing is communicated. As for :func:`vocab_parallel_logprob_entropy`, the loss must
     be the same on all ranks. ``hidden.grad`` is complete, and must not be summed over these ranks again.
 
-    All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` are
-    the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
+    All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` must
+    be the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
     ``weight_grad_into`` sharded like ``weight_shard``, and the rest replicated on these ranks.
 
     Args:
@@ -184,8 +185,8 @@ def vocab_parallel_linear_logprob_entropy(
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
-        bias: ``[V_r]``, for the tokens of ``weight_shard``, with a dtype as allowed there; ``-inf`` for a token that
-            only pads the vocabulary.
+        bias: ``[V_r]``, for the tokens of ``weight_shard``. The same dtypes are allowed as for ``weight_shard``. The
+            bias is ``-inf`` for a token that only pads the vocabulary.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before they are divided by the temperature (as
             in Gemma).
@@ -198,7 +199,7 @@ def vocab_parallel_linear_logprob_entropy(
             NaN.
         logits_dtype: the dtype to which logits are rounded: ``torch.float32``, or the dtype that hidden states, weight
             and bias share.
-        workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
+        workspace_bytes: memory for a tile of logits; None means 512 MiB on a GPU and 32 MiB on a CPU.
         weight_grad_into: a contiguous tensor with the shape of ``weight_shard``, in float32. It may also have the dtype
             of ``weight_shard``, if hidden states, weight and bias share this dtype. Every backward **adds** the
             weight's gradient to this tensor, even a backward that asks only for other gradients. No backward zeroes the
@@ -206,8 +207,8 @@ def vocab_parallel_linear_logprob_entropy(
             requires no gradient, nothing is added. Not under ``torch.compile``.
         sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary. Each rank
             computes the logits of the kept tokens in its shard. The ranks exchange 16 bytes for each row in the
-            forward, and H float32 values for each row in the backward. Rows with an empty span are exchanged in
-            addition.
+            forward, and H float32 values for each row in the backward. In addition, rows with an empty span are
+            exchanged as without a sampling mask.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
 
     Returns:
@@ -243,7 +244,7 @@ def vocab_parallel_linear_logprob_entropy(
             hidden, sharded.local, labels, bias, NumberOrTensor(temperature), logit_softcap, mask, max_rows,
             max_grad_rows, logits_dtype, workspace_bytes, shard=shard,
         ).checked(sampling, into)  # fmt: skip
-        if not torch.compiler.is_compiling():  # in a graph, values are unknown, and torch checks shapes
+        if not torch.compiler.is_compiling():  # while a graph is traced, values are unknown, and torch checks shapes
             problem.check()
             problem.require_memory()
             # A rank without tokens runs no kernel that checks the temperature. So the temperature is checked here,
@@ -292,7 +293,9 @@ def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_m
 
 
 class ShardedArgument:
-    """A tensor whose dimension ``dim`` is the vocabulary, sharded over ``ranks``; ``local`` is this rank's shard."""
+    """A tensor whose dimension ``dim`` is the vocabulary, which is sharded over ``ranks``; ``local`` is this rank's
+    shard.
+    """
 
     local: Tensor
     ranks: Ranks
@@ -325,7 +328,9 @@ class ShardedArgument:
 
     @property
     def first_token(self) -> int:
-        """This rank's first token. Reading it may raise on this rank alone, so the first read is within ``agree``."""
+        """This rank's first token. Reading this property may raise on this rank alone, so the first read is within
+        ``agree``.
+        """
         if isinstance(self._tensor, DTensor):
             return self._first_token_of(self._tensor)
         if self._start is None:
@@ -336,8 +341,8 @@ class ShardedArgument:
         return self._start
 
     def _first_token_of(self, tensor: DTensor) -> int:
-        """The first token of a DTensor's shard. It is cut as by torch.chunk: the last ranks may have fewer tokens, or
-        none.
+        """Returns the first token of this rank's shard of a DTensor. The vocabulary is cut as by torch.chunk: the last
+        ranks may have fewer tokens, or none.
         """
         mesh, vocabulary = tensor.device_mesh, tensor.shape[self._dim]
         rank, ranks = mesh.get_local_rank(self._mesh_dim), mesh.size(self._mesh_dim)
@@ -352,8 +357,8 @@ class ShardedArgument:
         return first
 
     def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
-        """The mesh dimension that shards the vocabulary. The other mesh dimensions replicate the tensor, or shard the
-        rows of logits.
+        """Returns the mesh dimension that shards the vocabulary. Checks that each other mesh dimension replicates the
+        tensor, or shards the rows of logits.
         """
         rows_may_be_cut = dim > 0
         rest = "Replicate, or a Shard of rows," if rows_may_be_cut else "Replicate"
@@ -369,8 +374,8 @@ class ShardedArgument:
         return cutting[0]
 
     def beside(self, **tensors: Any) -> list[Any]:
-        """Arguments that are the same on these ranks. DTensors become their local tensors; other values stay as they
-        are.
+        """Returns arguments that must be the same on these ranks. A DTensor's placements are checked, and the DTensor
+        is replaced by its local tensor. Other values are returned unchanged.
         """
         local = []
         for name, value in tensors.items():
@@ -388,8 +393,8 @@ class ShardedArgument:
         return local
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """An argument that is sharded like the vocabulary. A DTensor becomes its local tensor; other values stay as
-        they are.
+        """Returns an argument that must be sharded like the vocabulary. A DTensor's placements are checked, and the
+        DTensor is replaced by its local tensor. Other values are returned unchanged.
         """
         if not isinstance(tensor, DTensor):
             return tensor
@@ -404,5 +409,7 @@ class ShardedArgument:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """The dimension that the placement shards in rank order, or None. Shards with another order also give None."""
+    """Returns the dimension that the placement shards in rank order, or None. If the placement shards in another order,
+    the result is also None.
+    """
     return placement.dim if type(placement) is DTensorShard else None

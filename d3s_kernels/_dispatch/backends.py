@@ -1,11 +1,11 @@
-"""Decides which back-end computes each op on each kind of device, and lets the user force one.
+"""Decides which back-end computes each op on each kind of device, and lets the user force a back-end.
 
     tensors on a CPU    the compiled CPU library
-    tensors on a GPU    the compiled CUDA library; without it, Triton kernels (``_triton/``) for the ops and sizes that
-                        have one, and plain PyTorch (``_torch/``) for the rest
+    tensors on a GPU    the compiled CUDA library; without this library, Triton (``_triton/``) for the ops and sizes
+                        that have a Triton kernel, and plain PyTorch (``_torch/``) for the rest
 
-``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one back-end. A forced "torch" serves CPUs too. A forced "triton"
-serves CPUs only in Triton's interpreter (``TRITON_INTERPRET=1``).
+``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces a back-end. If "torch" is forced, it also serves CPUs. If "triton" is
+forced, it serves CPUs only in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _interprets() -> bool:
 
 
 def _kernels(backend: str) -> Mapping[str, _Kernel]:
-    """The kernels, by op, of a back-end that is written in Python."""
+    """Returns the kernels of a back-end that is written in Python, by the names of their ops."""
     if backend == "triton":
         kernels: Mapping[str, _Kernel] = importlib.import_module("d3s_kernels._triton").KERNELS
         return kernels
@@ -72,8 +72,8 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
 
 @cache
 def half_products() -> tuple[torch.dtype, ...]:
-    """The half-precision dtypes for which torch uses a dot-product instruction of this CPU. Below avx512_bf16 there are
-    none.
+    """Returns the half-precision dtypes for which torch uses a dot-product instruction of this CPU. A CPU below the
+    level avx512_bf16 has no such dtypes.
     """
     if build_info()["simd"] != "avx512_bf16":
         return ()
@@ -84,17 +84,17 @@ def half_products() -> tuple[torch.dtype, ...]:
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# A back-end cuts a row into slices, and reduces each slice to one softmax state. SLICES has the slice length, in
-# tokens, of the back-end that serves each kind of device. CPU_SLICE is kSlice of the compiled CPU library
-# (csrc/cpu/softmax_rows.h). GPU_SLICE is for all other back-ends: it is kSlice in csrc/cuda/ and SLICE in _triton/. The
-# slice length of _torch/ divides both lengths.
+# A back-end cuts a row into slices, and reduces each slice to one softmax state. For each kind of device, SLICES has
+# the slice length (in tokens) of the back-end that serves this kind. CPU_SLICE is kSlice of the compiled CPU library
+# (csrc/cpu/softmax_rows.h). GPU_SLICE is for all other back-ends: it is kSlice in csrc/cuda/ and SLICE in _triton/.
+# Both lengths are multiples of the slice length in _torch/.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """The back-ends for a kind of device, the first choice first. A compiled back-end has all ops; Triton leaves some
-    to plain PyTorch.
+    """Returns the back-ends for a kind of device, in order of preference. A compiled back-end has all ops. Triton does
+    not have all ops, so plain PyTorch computes the others.
     """
     if device == "cpu":
         if forced == "triton" and _interprets():
@@ -106,7 +106,9 @@ def _choice(device: str, forced: str | None) -> tuple[str, ...]:
 
 
 def is_built(device: str) -> bool:
-    """Whether this torch supports the device. If not, nothing is registered for it, and Triton is not imported."""
+    """Whether this torch supports this kind of device. If it does not, no kernels are registered for the device, and
+    Triton is not imported.
+    """
     if device == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
     return device == "cpu" or torch.xpu._is_compiled()
@@ -130,8 +132,8 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
 
 
 def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
-    """Wraps a kernel of ``_triton`` or ``_torch`` with the checks of its arguments. If a Triton kernel cannot take the
-    arguments, it returns NotImplemented, and then plain PyTorch computes the op.
+    """Wraps a kernel of ``_triton`` or ``_torch``, so that its arguments are checked first. If a Triton kernel cannot
+    take the arguments, it returns NotImplemented, and plain PyTorch then computes the op.
     """
     check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
     names = argument_names(op)
@@ -170,7 +172,9 @@ _serve(_library, forced_backend)
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Forces a back-end within a ``with`` block, as D3S_KERNELS_BACKEND does. "cpu" is the compiled CPU library."""
+    """Forces a back-end within a ``with`` block, as D3S_KERNELS_BACKEND does for the whole process. The name "cpu"
+    means the compiled CPU library.
+    """
     before = dict(_serving), dict(SLICES)
     library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
     _serve(library, backend)
@@ -186,11 +190,12 @@ def forced(backend: str) -> Iterator[None]:
 
 
 def backends() -> dict[str, dict[str, str]]:
-    """The back-end of each op on each kind of device that this torch supports, for users and bug reports.
+    """Returns the back-end of each op on each kind of device that this torch supports, for users and bug reports.
 
     ``"cpu"`` and ``"cuda"`` are the compiled libraries. ``"triton"`` serves GPUs on which no compiled library runs.
-    ``"torch"`` is plain PyTorch, for ops without a Triton kernel. It also computes segments that are too long for an
-    op's Triton kernel. ``python -m d3s_kernels`` says why each back-end was chosen, and checks all back-ends.
+    ``"torch"`` is plain PyTorch, for ops without a Triton kernel. Plain PyTorch also computes segments that are too
+    long for an op's Triton kernel. ``python -m d3s_kernels`` says why each back-end was chosen, and checks all
+    back-ends.
 
     Returns:
         ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.
@@ -200,7 +205,7 @@ def backends() -> dict[str, dict[str, str]]:
         >>> d3s.backends()["topk_mask"]["cpu"]
         'cpu'
     """
-    ops = {op: op for op in _torch.KERNELS if hasattr(reference, op)}  # ops without a reference are steps of these
+    ops = {op: op for op in _torch.KERNELS if hasattr(reference, op)}  # the others are only steps of these ops
     ops["linear_logprob_entropy"] = "softmax_state_"  # the LM head calls this op and torch's matrix products in a loop
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 
@@ -210,7 +215,9 @@ def serving(device: str) -> set[str]:
 
 
 def runnable(device: str) -> tuple[str, ...]:
-    """The back-ends that can run on this kind of device, or only the forced back-end."""
+    """Returns the back-ends that can run on this kind of device. If D3S_KERNELS_BACKEND forces a back-end, returns only
+    the back-end that then serves this kind.
+    """
     if forced_backend is not None:
         return (_choice(device, forced_backend)[0],)
     if device == "cpu":
@@ -219,7 +226,7 @@ def runnable(device: str) -> tuple[str, ...]:
 
 
 def explain(device: str) -> str:
-    """Says which back-ends compute tensors on this kind of device, and why."""
+    """Says which back-ends compute the ops for tensors on this kind of device, and why."""
     names = {"cpu": "the compiled CPU library", "cuda": "the compiled CUDA library", "triton": "Triton"}
     served = " and ".join(names.get(name, "plain PyTorch") for name in dict.fromkeys(_choice(device, forced_backend)))
     if forced_backend is not None:
@@ -230,5 +237,5 @@ def explain(device: str) -> str:
 
 
 def _possible(device: str) -> tuple[str, ...]:
-    """The back-ends that may serve a kind of GPU, the best back-end first. There are none for a CPU."""
+    """Returns the back-ends that may serve a kind of GPU, in order of preference. For a CPU, returns an empty tuple."""
     return () if device == "cpu" else tuple(name for name in BACKENDS if name != "cuda" or device == "cuda")

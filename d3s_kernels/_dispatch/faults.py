@@ -2,8 +2,8 @@
 
 A check on the host would cause a host sync. So an op that meets an invalid value gives NaN or selects nothing, and the
 next op warns. Compiled kernels note faults in host memory (``csrc/ops/faults.h``); this costs nothing while there is no
-fault. Triton and plain PyTorch note nothing. For them, ``D3S_KERNELS_CHECK=late`` checks the arguments on the device,
-and copies the answers to the host without a host sync.
+fault. Triton and plain PyTorch note no faults. For these two, ``D3S_KERNELS_CHECK=late`` checks the arguments on the
+device, and copies the results of the checks to the host without a host sync.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# For each kind of fault, the bad value that an op met, and the result of the op. The order is that of Fault in
-# csrc/ops/faults.h.
+# For each kind of fault, a text for the warning: the bad value that an op met, and the result of the op. The kinds are
+# in the same order as in the enum Fault of csrc/ops/faults.h.
 FAULTS = {
     "ratio": "a ratio outside of (0, 1], and selected nothing",
     "keep": "a number to keep below 1, and selected nothing",
@@ -55,8 +55,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def tell() -> None:
-    """Warns of the faults that were met, once for each op and kind of fault. ``D3S_KERNELS_CHECK=error`` raises
-    instead. This function causes no host sync.
+    """Warns of the faults that ops have met, once for each op and kind of fault. Under ``D3S_KERNELS_CHECK=error``,
+    raises RuntimeError instead. This function causes no host sync.
     """
     if torch.compiler.is_compiling() or (_noted is None and not _looks):
         return
@@ -80,8 +80,8 @@ def tell() -> None:
 def synchronize_checks() -> None:
     """Waits for the GPUs, and then warns of the bad values that ops have met so far.
 
-    Bad values are, for example, a ratio outside of (0, 1], offsets that decrease, or a label that is no token. If they
-    are in a tensor on a GPU, an op could refuse them only with a host sync. Instead the op selects nothing or gives
+    Bad values are, for example, a ratio outside of (0, 1], offsets that decrease, or a label that is no token. If bad
+    values are in a tensor on a GPU, an op could refuse them only with a host sync. So the op selects nothing or gives
     NaN, and the next call of any op warns. Call this function at the end of a program, and in tests. On a CPU, ops
     refuse bad values themselves.
 
@@ -117,11 +117,11 @@ class _Noted:
         self.meanings = [(op, fault) for op in PUBLIC_OPS for fault in FAULTS]
         self.nothing = bytes(len(self.meanings))
         library.d3s_kernels_faults.restype = ctypes.POINTER(ctypes.c_void_p)
-        # The address of a pointer. The pointer is null until an op has run on a GPU.
+        # The address of a pointer to this memory. The pointer is null until an op has run on a GPU.
         self.address = library.d3s_kernels_faults()
 
     def take(self) -> list[tuple[str, str]]:
-        """The faults that were noted since the last call."""
+        """Returns the faults that were noted since the previous call, and erases them."""
         at = self.address[0]
         if at is None or (bytes_now := ctypes.string_at(at, len(self.nothing))) == self.nothing:
             return []
@@ -150,17 +150,19 @@ def watches() -> bool:
 
 @dataclass(eq=False)
 class _Look:
-    """One flag for each of some faults, from one call of an op. The flags may still be on their way to the host."""
+    """The results of the checks for one call of an op: a flag for each kind of fault in ``faults``. The flags may still
+    be on their way to the host.
+    """
 
     op: str
     faults: tuple[str, ...]
     answers: Tensor
-    arrived: torch.Event | None  # None if the answers are on the host already
+    arrived: torch.Event | None  # after this event, the answers are on the host; None if they already are
 
 
 _looks: list[_Look] = []
 
-# The ops that take values from users, and the public op of each.
+# Maps each op that takes values from users to the public op that calls it (or is the same op).
 _LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
 
 
@@ -181,7 +183,7 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
         _looks.append(_Look(op, tuple(bad), flags, None))
         return
     if flags.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # each replay of the graph would give its own answers, which nothing would read
+        return  # each replay of the graph would write new answers, and nothing would read them
     answers = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
     answers.copy_(flags, non_blocking=True)
     event = torch.Event(flags.device)
@@ -190,8 +192,8 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """For each argument that can have bad values, yields its key of FAULTS and a bool tensor on the argument's device:
-    whether any of the values is bad.
+    """For each argument that can have bad values, yields the key in FAULTS, and a bool tensor on the argument's device:
+    whether any value of the argument is bad.
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     if (ratio := tensors.get("ratio_tensor")) is not None:

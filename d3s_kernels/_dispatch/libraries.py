@@ -1,4 +1,4 @@
-"""The compiled libraries: where they are, and which of them load here."""
+"""Loads the compiled libraries, says which of them do not load here, and reads the schemas of their ops."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def why_not_cuda() -> str | None:
     return None
 
 
-# The wheel for each major version of CUDA. One wheel is enough for all minor versions, since the runtime works with
-# them all.
+# The wheel for each platform and each major version of CUDA. One wheel is enough for all minor versions of CUDA, since
+# the CUDA runtime works with all of them.
 WHEELS = {"x86_64": {"12": "cu128", "13": "cu130"}, "aarch64": {"13": "cu130"}}
 
 
 def how_to_get_cuda(cuda: str) -> str:
-    """The command that installs the wheel with the CUDA library, for a torch built with this version of CUDA."""
+    """Says which command installs the wheel with the CUDA library for a torch built with this version of CUDA, or that
+    there is no such wheel.
+    """
     wheel = WHEELS.get(platform.machine(), {}).get(cuda.partition(".")[0])
     if wheel is None or sys.platform != "linux":
         return f"no wheel has one for CUDA {cuda} on this platform: build from source where there is nvcc"
@@ -53,27 +55,27 @@ def how_to_get_cuda(cuda: str) -> str:
 
 
 def schema_of(op: str) -> Any:
-    """The parsed schema of the op, from ``csrc/library.cpp``."""
+    """Returns the op's schema as parsed by torch."""
     return getattr(torch.ops.d3s_kernels, op).default._schema
 
 
 @cache
 def argument_names(op: str) -> tuple[str, ...]:
-    """The names of an op's arguments, in the order of its schema."""
+    """Returns the names of an op's arguments, in the order of the op's schema."""
     return tuple(default_arguments(op))
 
 
 @cache
 def default_arguments(op: str) -> dict[str, Any]:
-    """The op's arguments in the order of its schema, with their defaults. The value is None for an argument without a
-    default.
+    """Returns the op's arguments with their defaults, in the order of the op's schema. The value is None for an
+    argument without a default.
     """
     return {argument.name: argument.default_value for argument in schema_of(op).arguments}
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel that takes the op's arguments by name. Torch passes them by position, and may leave out the last
-    arguments if they have their default values.
+    """Wraps a kernel that takes the op's arguments by name. Torch passes the arguments by position, and may leave out
+    final arguments that have their default values.
     """
     names = argument_names(op)
 
@@ -84,10 +86,12 @@ def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def registered() -> list[str]:
-    """The ops of the namespace that are registered with torch."""
+    """Returns the names of the ops that are registered with torch in the namespace ``d3s_kernels``."""
     names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
     return sorted({name.partition(".")[0] for namespace, _, name in names if namespace == "d3s_kernels"})
 
 
 COMPILED = tuple(registered())
-"""The ops of ``csrc/library.cpp``. The ops of ``_head/op.py`` are declared later."""
+"""The names of the ops of ``csrc/library.cpp``. The ops of ``_head/op.py`` are not included, since they are declared
+later.
+"""

@@ -1,4 +1,6 @@
-"""The ops by name, for the other packages. If a kernel refuses an argument, the op raises ValueError."""
+"""The ops as attributes of this module, for the other packages. If a kernel refuses an argument, the op raises
+ValueError.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from .registration import EAGER
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
-# The messages of compiled kernels: for an argument that a kernel refuses, and for a failed allocation.
+# The error messages of compiled kernels: the first if a kernel refuses an argument, the second if an allocation fails.
 _REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
 _NO_MEMORY = "d3s_kernels: out of memory"
 
@@ -41,8 +43,8 @@ def _with_usual_errors(op: _Op) -> _Op:
 
 
 def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
-    """Wraps an op so that torch's autograd kernel is skipped. That kernel is Python code, and takes 4 us for each call,
-    or 100 us if a gradient is needed.
+    """Wraps an op so that torch's autograd kernel is skipped; if a gradient is needed, ``differentiable`` is called
+    instead. Torch's kernel is Python code. It takes 4 us for each call, or 100 us if a gradient is needed.
     """
 
     is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
@@ -61,8 +63,8 @@ def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
 
 
 def _refuses_by_value_error() -> bool:
-    """A kernel's std::invalid_argument reaches Python as ValueError up to torch 2.14, and as RuntimeError in later
-    versions.
+    """Whether a kernel's std::invalid_argument reaches Python as ValueError. Up to torch 2.14 it does; in later
+    versions it reaches Python as RuntimeError.
     """
     try:
         _op.compact.default(torch.empty(0, dtype=torch.bool), -1)
@@ -73,8 +75,9 @@ def _refuses_by_value_error() -> bool:
     raise AssertionError("compact takes a capacity of -1")
 
 
-# If torch supports only CPUs, the wrapper is needed at most for refused arguments: if memory is short, torch itself
-# raises RuntimeError, and the ops check all values.
+# If torch supports only CPUs, _with_usual_errors is needed at most for refused arguments. There are no faults to warn
+# of, since ops check all values on a CPU. If an allocation fails, torch itself raises RuntimeError, and this error is
+# not converted.
 _on_cpus_alone = not (torch.backends.cuda.is_built() or torch.xpu._is_compiled())  # type: ignore[no-untyped-call]
 _as_raised = _refuses_by_value_error() and _on_cpus_alone
 
@@ -84,7 +87,9 @@ def _public(op: _Op) -> _Op:
 
 
 def __getattr__(name: str) -> _Op:
-    """The op of that name. It becomes a global of this module, so that later accesses do not call this function."""
+    """Returns the op with this name. The op also becomes a global of this module, so that later accesses do not call
+    this function.
+    """
     if name.startswith("__") or not hasattr(_op, name):
         raise AttributeError(f"d3s_kernels has no op {name!r}")
     op = _public(getattr(_op, name).default)

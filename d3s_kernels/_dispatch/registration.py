@@ -1,10 +1,10 @@
-"""Registers what torch has to know of each op: the shapes of its results, its gradient, and the layouts it refuses.
+"""Registers with torch, for each op: the shapes of its results, its gradient, and the layouts that it refuses.
 
-The functions that give the shapes stand beside the kernels of ``_torch``. They do not check the arguments: only real
+The functions for the shapes (fakes) are next to the kernels in ``_torch``. Fakes do not check the arguments; only real
 kernels do.
 
-The gradient of an op is another op, whose arguments are found by their names. ``_head/op.py`` registers the ops of the
-LM head in the same way.
+The gradient of an op is computed by another op. The arguments of that other op are found by name. ``_head/op.py``
+registers the ops of the LM head in the same way.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def _nothing(**_: Any) -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 EAGER: dict[str, Callable[..., Any]] = {}
-"""For eager mode: functions by op, which run the op and record its gradient. The functions that torch itself makes
-parse the schema in each call, which takes 100 us.
+"""Maps the name of an op to the function that eager mode calls: it runs the op and records the op's gradient. The
+functions that torch makes for this purpose parse the schema in each call, which takes 100 us.
 """
 
 
 class Gradient:
     """Computes the gradient of ``op`` with the op ``backward``. Each argument of ``backward`` is found by name: it is
     an argument or a result of ``op``, or it is ``grad_x``, the incoming gradient of the result ``x``. A result
-    ``grad_x`` of ``backward`` is the gradient of the argument ``x``. The argument ``wanted`` says which of these
-    gradients are needed.
+    ``grad_x`` of ``backward`` is the gradient of the argument ``x``. The argument ``wanted`` of ``backward``, if there
+    is one, says which of these gradients are needed.
 
     A missing incoming gradient stays None. So an entropy that is used only as a score costs nothing in the backward.
     """
@@ -59,7 +59,9 @@ class Gradient:
     def __init__(
         self, op: str, backward: str, keep: tuple[str, ...] = (), change: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """``change`` may change the arguments of ``backward``. ``keep`` names the values that only ``change`` reads."""
+        """``change`` is a function that may change the arguments of ``backward``. ``keep`` names additional values to
+        save for ``change``.
+        """
         self.names, self._takes, self._change = argument_names(op), default_arguments(backward), change
         self._op, self._backward = (getattr(torch.ops.d3s_kernels, name).default for name in (op, backward))
         schema = schema_of(op)
@@ -82,7 +84,7 @@ class Gradient:
         ctx.numbers = [values[place] for place in self._numbers.values()]
 
     def saved(self, ctx: Any, saved_tensors: tuple[Tensor, ...], incoming: tuple[Tensor | None, ...]) -> dict[str, Any]:
-        """The saved values and the incoming gradients, by name."""
+        """Returns the saved values and the incoming gradients, by name."""
         values = self._takes | dict(zip(self._tensors, saved_tensors, strict=True))
         values |= dict(zip(self._numbers, ctx.numbers, strict=True))
         values |= dict(zip(self._incoming, incoming, strict=True))
@@ -100,7 +102,7 @@ class Gradient:
         results: list[Tensor | None] = [None] * len(self.names)
         if all(grad is None for grad in incoming):
             return tuple(results)
-        tensors = ctx.saved_tensors  # activation checkpointing recomputes them here, with autograd
+        tensors = ctx.saved_tensors  # activation checkpointing recomputes these tensors here, with autograd
         if torch.is_grad_enabled():  # autograd must see the backward op, which refuses a second derivative
             gradients = self._run(ctx, tensors, incoming)
         else:
@@ -118,12 +120,12 @@ class Gradient:
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
     def _needed(self, ctx: Any, place: int) -> bool:
-        # Torch may leave out the last arguments, which have defaults.
+        # Torch may leave out final arguments that have their default values.
         return place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place]
 
 
 def register_gradient(op: str, gradient: Gradient) -> None:
-    """Registers the gradient of an op for graphs, and puts the op for eager mode into :data:`EAGER`."""
+    """Registers the gradient of an op for graphs, and adds the op's function for eager mode to :data:`EAGER`."""
     torch.library.register_autograd(f"d3s_kernels::{op}", gradient.backward, setup_context=gradient.save)
     defaults = list(default_arguments(op).values())
     methods = {"forward": staticmethod(gradient.forward), "backward": staticmethod(gradient.backward)}
@@ -132,7 +134,7 @@ def register_gradient(op: str, gradient: Gradient) -> None:
 
 
 def register_no_second_derivative(op: str) -> None:
-    """Makes the op of a gradient refuse to be differentiated."""
+    """Makes an op that computes a gradient refuse to be differentiated itself."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
@@ -147,9 +149,9 @@ _KEYS = ["MkldnnCPU", *(layout + key for layout in _LAYOUTS for device, key in D
 
 
 def refuse_unreadable(op: str) -> None:
-    """Registers a kernel for tensors of the layouts above. It raises an error that names the argument. Without it, the
-    dispatcher would say that the op "could not run with arguments from the 'SparseCPU' backend". Tensors of other
-    layouts never reach this kernel.
+    """Registers a kernel of the op for tensors with the layouts above. This kernel raises an error that names the
+    argument. Without this kernel, the dispatcher would say that the op "could not run with arguments from the
+    'SparseCPU' backend". Tensors with other layouts never reach this kernel.
     """
 
     def refuse(*arguments: Any, **options: Any) -> Any:
@@ -170,5 +172,5 @@ for _name in COMPILED:
     refuse_unreadable(_name)
     if _name.endswith("_backward"):
         register_no_second_derivative(_name)
-    elif _name not in EAGER:  # no gradient; without this, torch would attach a "not implemented" node to float outputs
+    elif _name not in EAGER:  # has no gradient; without this, torch would attach a "not implemented" node to outputs
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

@@ -23,11 +23,11 @@ from .products import Head, Tiles, add_product, whole_vectors, without_autocast,
 
 _op = torch.ops.d3s_kernels
 
-_STRIP = 4 << 20  # logits in a strip: enough to keep a GPU busy, with little memory
+_STRIP = 4 << 20  # the number of logits in a strip: enough to keep a GPU busy, but with little extra memory
 
 
 class Incoming(NamedTuple):
-    """The inputs of the backward with one value for each row: incoming gradients, and statistics from the forward."""
+    """The inputs of the backward that have one value for each row: incoming gradients and the forward's statistics."""
 
     grad_logprob: Tensor | None
     grad_entropy: Tensor | None
@@ -54,7 +54,7 @@ INPUTS = ("hidden", "weight", "bias")  # the arguments that have a gradient
 
 
 class Wanted(NamedTuple):
-    """Which gradients are to be computed, and the tensor to which the weight's gradient is added, if any."""
+    """The choice of gradients to compute, and the tensor to which the weight's gradient is added, if any."""
 
     hidden: bool
     weight: bool
@@ -69,9 +69,9 @@ def backward(
     wanted: Wanted,
     weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden states, weight and bias; a gradient that is not wanted is an empty tensor. With
-    ``weight_grad_into``, the weight's gradient is added to that tensor, and the returned tensor for it is empty. The
-    problem must have been checked.
+    """Returns the gradients of hidden states, weight and bias. For a gradient that is not wanted, the returned tensor
+    is empty. With ``weight_grad_into``, the weight's gradient is added to that tensor, and the returned tensor for the
+    weight is empty. The problem must have been checked.
     """
     wanted = wanted._replace(weight_grad_into=weight_grad_into)
     if problem.sampling_mask.offsets is None:
@@ -92,7 +92,9 @@ def backward(
 
 
 def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
-    """A 0-d flag: whether some mask has more rows than its bound. None if the host knows that no bound is exceeded."""
+    """Returns a 0-d flag: whether any of the masks has more rows than its bound. Returns None if the host knows that no
+    bound is exceeded.
+    """
     any_exceeded = None
     for bound, mask in bounds:
         if bound is not None and bound < rows and (counted := mask()) is not None:
@@ -107,8 +109,8 @@ def _host_knows(flag: Tensor) -> bool:
 
 
 def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients filled with 0, or with NaN if ``bad`` is true. Memory is written only once, even if the host does not
-    know ``bad``.
+    """Returns gradients filled with 0, or with NaN if ``bad`` is true. Each gradient is written only once, even if the
+    host does not know the value of ``bad``.
     """
 
     def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
@@ -179,13 +181,13 @@ def _of_all_tokens(
     picked = Picked.where(active, problem.max_grad_rows, exceeded)
     rows = _Rows.gathered(picked, problem, incoming)
     grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted)
-    if not len(rows.hidden):  # no tile has carried the NaN of an exceeded bound
+    if not len(rows.hidden):  # without tiles, the NaN of an exceeded bound has not reached these gradients
         picked.poison_(grad_weight)
         picked.poison_(grad_bias)
         if wanted.weight and wanted.weight_grad_into is not None:
             picked.poison_(wanted.weight_grad_into)
-    # The shards' parts mostly cancel in the sum, and so do the tokens' parts. If the parts were rounded before the sum,
-    # the error would grow with the number of ranks.
+    # The contributions of different tokens, and thus of different shards, mostly cancel in the sum. If the shards'
+    # contributions were rounded before they are summed, the error would grow with the number of ranks.
     grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
     if wanted.hidden:
         grad_hidden = picked.scatter((grad_hidden,), problem.rows)[0].view(problem.hidden.shape)
@@ -206,7 +208,7 @@ def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The packed rows with a gradient, or only those of them that are in a tile."""
+    """The packed rows that have a gradient: either all of these rows, or only the rows of one tile."""
 
     hidden: Tensor
     targets: Tensor
@@ -217,7 +219,7 @@ class _Rows(NamedTuple):
     def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
         count, hidden = problem.rows, problem.hidden
         targets = picked.gather(flat(problem.labels, count))
-        # One op gathers all of them, since to launch an op costs more than to move these few values.
+        # One op gathers all these values, since launching an op costs more than moving so few values.
         parts = [flat(values, count) for values in incoming if values is not None]
         together = picked.gather(torch.stack(parts), dim=1)
         # If a bound is exceeded, the incoming gradients become NaN here, and so does everything that is computed from
@@ -241,14 +243,14 @@ class _Rows(NamedTuple):
 class Gradients:
     """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
-    If the rows are cut into several tiles, each of them contributes to the weight's gradient of the same tokens. The
-    contributions are summed in float32: in the gradient itself if it is float32, otherwise in a float32 buffer for the
-    tokens of one tile.
+    If the rows are cut into several tiles, each of these tiles contributes to the weight's gradient for the same
+    tokens. The contributions are summed in float32: directly in the gradient if its dtype is float32, otherwise in a
+    float32 buffer for the tokens of one tile.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
         self._head, self._into, weight = head, wanted.weight_grad_into, head.weight
-        # If there is no tile, nothing is written, and the gradients are 0.
+        # If there are no tiles, nothing is written to the gradients, so they must start as 0.
         fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
         self._hidden = fresh(rows, dtype=torch.float32) if wanted.hidden else None
         self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted.bias else None
@@ -260,8 +262,8 @@ class Gradients:
             self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
 
     def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
-        """Adds the gradients from one tile. All tiles for the same tokens (a slab) must come one after the other, in
-        row order.
+        """Adds the gradients from one tile. All tiles with the same tokens (a slab) must be added one after the other,
+        in row order.
         """
         if self._bias is not None:
             self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
@@ -283,8 +285,8 @@ class Gradients:
             self._weight[tokens].add_(total)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the rows in float32, and the gradients of weight and bias in the weight's dtype. An empty
-        tensor stands for a gradient that is not returned.
+        """Returns the gradient of the rows in float32, and the gradients of weight and bias in the weight's dtype. An
+        empty tensor is returned for a gradient that is not wanted or was added to the caller's tensor.
         """
         weight = self._head.weight
         return (
@@ -297,7 +299,7 @@ class Gradients:
 def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
     gradients = Gradients(rows.hidden, head, tiles, wanted)
-    # The outer loop is over tokens: the gradient of a slab of the weight is complete when its tiles are done.
+    # The outer loop is over tokens, so that the gradient of a slab of the weight is complete after its inner loop.
     for tokens in tiles.token_slices():
         for place in tiles.row_slices():
             tile = _gradient_of_tile(problem, head, rows.at(place), tokens, tiles.room(place, tokens))
@@ -307,7 +309,9 @@ def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wante
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """Overwrites a tile's logits with their gradient. A gradient of narrower dtype takes the front part of each row."""
+    """Overwrites a tile's logits with their gradient. A gradient of a narrower dtype is written to the front part of
+    each row.
+    """
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
     gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.

@@ -1,8 +1,8 @@
 """The forward of the LM head: it merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-A row's result is bitwise equal to a result that is computed from all logits of the row at the same time. For a row with
-a span of a sampling mask, only the logits of the kept tokens are computed. There is no host sync, except to count the
-rows if the caller gives no bound.
+A row's result is bitwise equal to the result of an op that has all logits of the row in one tensor. For a row with a
+span of a sampling mask, only the logits of the kept tokens are computed. There is a host sync only if rows must be
+counted, because the caller gives no bound on their number.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _op = torch.ops.d3s_kernels
 
 
 class Picked(NamedTuple):
-    """Some of the rows, packed in order. If the caller gives a bound on their number, there is no host sync."""
+    """Some of the rows, packed in order. If the caller gives a bound on the number of rows, there is no host sync."""
 
-    indices: Tensor  # [room]: row indices; 0 for places past the last picked row
-    past: Tensor | None  # bool [room]: the places past the last picked row; None if the host knows that there are none
+    indices: Tensor  # [room]: row indices; 0 in unused slots, which are after the last picked row
+    past: Tensor | None  # bool [room]: whether a slot is unused; None if the host knows that all are used
     exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
 
     @classmethod
@@ -41,8 +41,8 @@ class Picked(NamedTuple):
         return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
-        """The ``values`` of the picked rows. Places past the last picked row get the value ``past``: a value read for
-        them could be NaN, which must not reach a product.
+        """Returns the ``values`` of the picked rows. Unused slots get the value ``past``: the value of a row could be
+        NaN, which must not reach a product through an unused slot.
         """
         packed = values.index_select(dim, self.indices)
         if self.past is None:
@@ -53,8 +53,8 @@ class Picked(NamedTuple):
         return problem.flat_temperature.map_rows(lambda each: self.gather(each, past=1))  # a temperature is above 0
 
     def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
-        """Writes ``values`` back to their rows. Other rows are 0. If the bound was exceeded, everything is NaN."""
-        # An extra row at the end takes the values of places past the last picked row.
+        """Writes ``values`` back to their rows, and 0 to other rows. If the bound is exceeded, all results are NaN."""
+        # The values of unused slots are written to an extra row at the end.
         places = self.indices if self.past is None else self.indices.masked_fill(self.past, rows)
         outs = (each.new_zeros((rows + 1, *each.shape[1:])).index_copy_(0, places, each)[:rows] for each in values)
         return tuple(map(self.poison_, outs))
@@ -63,7 +63,7 @@ class Picked(NamedTuple):
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
 
 
-# ---- rows with a span. Kept logits have one place for each id of the mask, then one for the label of each row. ------
+# ---- rows with a span. Kept logits are one logit for each id of the mask, then one logit for each row's label. ------
 
 
 def flat(values: Tensor, rows: int) -> Tensor:
@@ -71,8 +71,8 @@ def flat(values: Tensor, rows: int) -> Tensor:
 
 
 def flat_rows(problem: HeadProblem) -> HeadProblem:
-    """The same problem with hidden states ``[rows, H]``, and labels, mask and temperature ``[rows]``. Hidden states and
-    weight have a stride of 1 between columns.
+    """Returns the same problem with hidden states ``[rows, H]``, and with labels, mask and temperature ``[rows]``. In
+    the result, hidden states and weight have a stride of 1 between columns.
     """
 
     def in_rows(matrix: Tensor) -> Tensor:
@@ -89,20 +89,22 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def with_kept_logits(problem: HeadProblem, op: str, **others: Any) -> list[Any]:
-    """Computes the kept logits, and returns the arguments of an op on these logits. They are expanded to ``[rows,
-    places]``: all rows share the same memory.
+    """Computes the kept logits, and returns the arguments for an op on these logits. The logits are expanded to
+    ``[rows, kept logits]``: all rows share the same memory.
     """
     logits = _op.kept_logits.default(*problem.arguments_for("kept_logits")).expand(problem.rows, -1)
     return problem.arguments_for(op, logits=logits, kept_of=len(problem.weight), **others)
 
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
-    """The same problem, but for only the rows with an empty span. All logits of these rows are computed."""
+    """Returns the problem restricted to the rows with an empty span. The logits of these rows are computed for all
+    tokens.
+    """
     ids, offsets, _, most_dense = problem.sampling_mask
     assert ids is not None
     assert offsets is not None
-    # Offsets may be unchecked on a GPU. A row with bad offsets is not dense: its results are NaN. So both ends of an
-    # empty span must be valid offsets; for row 0 both must be 0.
+    # Offsets on a GPU may be unchecked. A row with invalid offsets must not count as dense, since its results are NaN.
+    # So both ends of an empty span must be valid offsets; for row 0 both must be 0.
     good = offsets.clamp(0, ids.shape[0])
     good[:1].zero_()
     mask = (good[:-1] == offsets[1:]).logical_and_(good[1:] == offsets[:-1]).view(problem.labels.shape)
@@ -123,7 +125,9 @@ def dense_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """The initial states ``[rows, 4]``. The label's logit starts as NaN, and stays NaN if the label is no token."""
+    """Returns the initial states ``[rows, 4]``. The label's logit starts as NaN, and stays NaN if the label is not a
+    token.
+    """
     state = like.new_zeros((rows, 4), dtype=torch.float32)
     state.select(1, 0).fill_(torch.finfo(torch.float32).min)
     state.select(1, 3).fill_(torch.nan)
@@ -133,8 +137,8 @@ def no_logits(rows: int, like: Tensor) -> Tensor:
 def finished(
     shard: Shard, state: Tensor, labels: Tensor, mask: Tensor | None, temperature: NumberOrTensor
 ) -> tuple[Tensor, ...]:
-    """The results of rows, from the states of all shards. The log-probability is 0 for a row without a label, and all
-    results are 0 where the mask is False.
+    """Computes the results of rows from the states of all shards. The log-probability is 0 for a row without a label.
+    All results are 0 where the mask is False.
     """
     outputs: tuple[Tensor, ...] = _op.softmax_state_finish.default(shard.everyones(state), *temperature)
     outputs[0].masked_fill_(labels == -100, 0.0)
@@ -159,7 +163,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
         assert dense.mask is not None
         all_tokens = _of_all_tokens(dense)
         outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
-        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # even if there are more dense rows than the bound
+        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # 0 even if there are more dense rows than the bound
     if problem.max_rows is not None and problem.mask is not None:
         exceeded = problem.mask.sum() > problem.max_rows
         outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
@@ -170,7 +174,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
-    """The outputs of rows that have a span; 0 for other rows."""
+    """Computes the outputs of rows that have a span. The outputs of other rows are 0."""
     rows = flat_rows(problem)
     if rows.shard.ranks is None:
         outputs = _op.logprob_entropy.default(*with_kept_logits(rows, "logprob_entropy"))

@@ -1,6 +1,6 @@
-"""The ops that Python code computes: the LM head, and the ops for vocabulary shards.
+"""Declares the ops that Python code computes: the LM head, and the ops for vocabulary shards.
 
-Declares their schemas, fake kernels and gradients. The code is the same on every device.
+Each op gets its schema, fake kernel and gradient here. The code of an op is the same on every device.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def _results(like: Tensor) -> tuple[Tensor, ...]:
-    """Uninitialised results for each row: log-probability, entropy, largest logit and logarithm of the sum."""
+    """Makes four uninitialised results with a value for each row: log-probability, entropy, maximum and log S."""
     return tuple(like.new_empty(like.shape[:-1], dtype=torch.float32) for _ in range(4))
 
 
 def _with_known_labels(values: dict[str, Any]) -> None:
-    """Makes the gradient NaN for a label in no rank's shard. One rank cannot see this from the label, but logprob is
-    NaN then.
+    """Makes the gradient NaN for a label that is in no rank's shard. A single rank cannot see this from the label, but
+    it sees that the row's logprob is NaN.
     """
     grad, logprob = values["grad_logprob"], values["logprob"]
     if grad is not None and values["group_name"] is not None:
@@ -49,7 +49,7 @@ def _with_known_labels(values: dict[str, Any]) -> None:
 
 # ---- linear_logprob_entropy -----------------------------------------------------------------------------------------
 
-# The fields of HeadProblem and of its Shard.
+# The arguments of the schema: the fields of HeadProblem, and of its Shard.
 _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
@@ -61,7 +61,7 @@ _ARGUMENTS = (
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
     problem = problem_of(*arguments)
-    if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU the values are checked
+    if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU, the op itself checks the values
         look("linear_logprob_entropy", dict(zip(argument_names("linear_logprob_entropy"), arguments, strict=False)))
     return forward(problem)
 
@@ -100,10 +100,12 @@ refuse_unreadable("linear_logprob_entropy")
 
 
 class AtBackward(NamedTuple):
-    """Functions that give arguments at the time when the backward runs. Each is called at most once in a backward."""
+    """Functions that return arguments of the backward, and that are called when the backward runs. Each function is
+    called at most once in each backward.
+    """
 
-    weight_grad_into: Callable[[], Tensor | None]  # if it returns None, autograd gets the gradient
-    max_grad_rows: Callable[[], int | None] = lambda: None  # if it returns None, the op's max_grad_rows holds
+    weight_grad_into: Callable[[], Tensor | None]  # if it returns None, autograd gets the weight's gradient
+    max_grad_rows: Callable[[], int | None] = lambda: None  # if it returns None, the op's max_grad_rows is used
 
 
 def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
@@ -111,12 +113,12 @@ def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
 
 
 def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None = None) -> tuple[Tensor, Tensor]:
-    """The log-probabilities and entropies of the rows.
+    """Returns the log-probabilities and the entropies of the rows.
 
-    Autograd would store the weight's gradient of each micro-batch, which has V x H elements, and then add it to the
-    gradient of earlier micro-batches. With ``at_backward``, the matrix products of the backward add directly to the
-    caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call
-    ``at_backward``.
+    Without ``at_backward``, autograd stores the weight's gradient of each micro-batch, which has V x H elements, and
+    then adds it to the gradient of earlier micro-batches. With ``at_backward``, the matrix products of the backward add
+    directly to the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot
+    call the functions of ``at_backward``.
     """
     if at_backward is None:
         logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())

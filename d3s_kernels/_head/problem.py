@@ -1,8 +1,8 @@
 """The arguments of the LM head's ops as one object, and their checks, for a whole vocabulary or a vocabulary shard.
 
 A public function makes the object and calls ``HeadProblem.checked``. The fields of the object are the op's arguments.
-They are passed to the op one by one, and the op's forward and backward make the same object from them. The arguments of
-other ops are found in the object by name.
+The fields are passed to the op one by one, and the op's forward and backward make an equal object from them. If another
+op is called, its arguments are found in the object by name.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shard(NamedTuple):
-    """A vocabulary shard: the tokens from ``first_token`` on. The logits or the weight show how many these are. If
-    ``ranks`` is None, the shard is the whole vocabulary.
+    """A vocabulary shard: the tokens from ``first_token`` on. Their number is not stored here, since the shape of the
+    logits or of the weight shows it. If ``ranks`` is None, the shard is the whole vocabulary.
 
     All ranks have the same rows. So if there are no rows, all ranks skip the collectives; otherwise all ranks take
     part.
@@ -62,7 +62,9 @@ class Shard(NamedTuple):
         return self.first_token + column
 
     def everyones(self, states: Tensor) -> Tensor:
-        """``[shards, rows, 4]``: the softmax states ``[rows, 4]`` of all ranks, in rank order."""
+        """Returns the softmax states of all ranks, ``[shards, rows, 4]`` in rank order, from this rank's states
+        ``[rows, 4]``. If the shard is the whole vocabulary, returns the states unchanged.
+        """
         return states if self.ranks is None or not len(states) else self.ranks.gather(states)
 
     def anyones_(self, mask: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ class Shard(NamedTuple):
         return mask
 
     def total_(self, values: Tensor) -> Tensor:
-        """The sum over the shards, in place."""
+        """Sums the values over the shards, in place."""
         return values if self.ranks is None or not len(values) else self.ranks.add_(values)
 
 
@@ -80,8 +82,8 @@ WHOLE = Shard()
 
 
 class HeadProblem(NamedTuple):
-    """The arguments of the ops, in the order of their schema (``op.py``). The schema ends with the two fields of a
-    shard.
+    """The arguments of the LM head's ops, in the order of the schema (``op.py``). In the schema, the two fields of the
+    shard are the last arguments.
     """
 
     hidden: Tensor
@@ -99,9 +101,10 @@ class HeadProblem(NamedTuple):
     shard: Shard = WHOLE
 
     def checked(self, sampling: SamplingOptions, weight_grad_into: Tensor | None) -> HeadProblem:
-        """Checks a problem that was made from the arguments of a public function, and converts these to the arguments
-        of the op. Before the conversion, ``temperature.number`` may be a tensor. This method checks types, devices, and
-        what no single kernel could check. Shapes and values are checked when the op runs: see :meth:`check`.
+        """Checks a problem that has the arguments of a public function, and returns a problem that has the arguments of
+        the op. In the problem to be checked, ``temperature.number`` may be a tensor. This method checks types and
+        devices, and also conditions that no single kernel can check. Shapes and values are checked when the op runs:
+        see :meth:`check`.
         """
         hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
         require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
@@ -121,7 +124,7 @@ class HeadProblem(NamedTuple):
         )  # fmt: skip
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the op's schema."""
+        """Returns the arguments of the op, in the order of its schema."""
         return *self._without_shard(), self.shard.first_token, self.shard.group_name
 
     def _without_shard(self) -> tuple[Any, ...]:
@@ -131,8 +134,8 @@ class HeadProblem(NamedTuple):
         )  # fmt: skip
 
     def arguments_for(self, op: str, **others: Any) -> list[Any]:
-        """The arguments of another op. Each is found by name in ``others`` or in this problem; if it is in neither, it
-        is the op's default.
+        """Returns the arguments of another op. Each argument is found by name in ``others`` or in this problem. If an
+        argument is in neither, it has the op's default value.
         """
         values = dict(zip(argument_names("linear_logprob_entropy"), self._without_shard(), strict=False)) | others
         if self.shard.ranks is not None:  # without ranks, the op's default stands for the whole vocabulary
@@ -145,7 +148,7 @@ class HeadProblem(NamedTuple):
 
     @property
     def flat_temperature(self) -> NumberOrTensor:
-        """The temperature, with its tensor flattened to ``[rows]`` unless it is 0-d."""
+        """The temperature. If it is a tensor and not 0-d, the tensor is flattened to ``[rows]``."""
         return self.temperature.map_rows(lambda each: each.reshape(self.rows))
 
     # ---- checks of shapes and values: raise a ValueError that names the first wrong argument ------------------------
@@ -158,7 +161,7 @@ class HeadProblem(NamedTuple):
         self._check_spans()
 
     def _tokens(self) -> int | None:
-        """The size of the vocabulary; None for a shard, since its rank does not know the size."""
+        """Returns the size of the vocabulary, or None for a shard, since one rank does not know the size."""
         return self.weight.shape[0] if self.shard.ranks is None else None
 
     def _check_products(self) -> None:
@@ -227,15 +230,15 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
     def _check_spans(self) -> None:
-        """Checks the sampling mask, with the checks of the op on logits. One uninitialised row, expanded, stands for
-        the logits of all rows.
+        """Checks the sampling mask by running the checks of the op that takes logits. As logits, that op gets one
+        uninitialised row, expanded to all rows.
         """
         if not self.sampling_mask.given:
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
-            # kept_logits repeats these checks, except those of values, which the host cannot read here. With ranks, the
-            # checks are made here, before a rank waits for others.
+            # The op kept_logits makes these checks later, except the checks of values, which the host cannot read in
+            # this case anyway. With ranks, the checks must be made here, before a rank waits for others.
             return
         op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
@@ -243,8 +246,8 @@ class HeadProblem(NamedTuple):
         ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
 
     def require_memory(self) -> None:
-        """Refuses a parameter whose memory has been freed, since it was gathered only for a module's forward. Torch's
-        matrix products check this too. Kernels do not: they would crash the process.
+        """Refuses a parameter whose memory has been freed, because it was gathered only for a module's forward. Torch's
+        matrix products make this check too. Kernels do not make it: they would crash the process.
         """
         _require_memory(self.weight, self.bias)
 
@@ -259,10 +262,10 @@ problem_of = of_schema(HeadProblem, shard=(Shard.of, {"first_token": 0, "group_n
 def operands(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, weight_grad_into: Tensor | None, name: str = "weight"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, weight and bias in one dtype. Error messages call the weight ``name``.
+    """Returns hidden states, weight and bias in one dtype. Error messages call the weight ``name``.
 
-    If dtypes differ and one of them is float32, all become float32. Autograd casts each gradient back to the dtype of
-    its argument, so the ops need not do so.
+    If dtypes differ and one dtype is float32, all three tensors become float32. Autograd casts each gradient back to
+    the dtype of its argument, so the ops need not cast gradients.
     """
     if weight.dim() != 2:
         require_readable(**{name: weight})
@@ -327,8 +330,8 @@ def _not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
 
 
 def why_not_whole(name: str, parameter: Tensor) -> str:
-    """A hint for the error about a parameter's shape: which library keeps only a part of the parameter here, and what
-    to do.
+    """Returns a hint for the error about a parameter's shape: which library keeps only a part of the parameter on this
+    rank, and what to do. The hint is empty if no library is recognised.
     """
     if hasattr(parameter, "ds_id"):
         whole = list(getattr(parameter, "ds_shape", ()))

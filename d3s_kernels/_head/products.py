@@ -1,8 +1,9 @@
-"""Cuts rows x vocabulary into tiles that fit the workspace, and computes their logits and the products of the backward.
+"""Cuts rows x vocabulary into tiles that fit the workspace. Computes the logits of a tile, and the products of the
+backward.
 
-The matrix products are torch's. If a CPU has no dot-product instruction for bfloat16 or float16, a product in that
-dtype takes torch over ten times as long as a product in float32. On such a CPU, the matrices are widened to float32, a
-piece at a time.
+Torch computes the matrix products. If a CPU has no dot-product instruction for bfloat16 or float16, torch takes over
+ten times as long for a product in that dtype as for a product in float32. On such a CPU, the matrices are widened to
+float32, one piece at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from .problem import HeadProblem
 _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
-_WIDE_BYTES = 8 << 20  # bytes of a piece in float32: it stays in the last-level cache
-# The largest number of terms that one product sums. With more terms, some BLAS libraries lose digits. If a product has
-# only a few rows, and for the last few rows of any product, these libraries add all terms one by one. Digits matter
-# here: a gradient is a sum over the vocabulary whose terms mostly cancel.
+_WIDE_BYTES = 8 << 20  # the size of a float32 piece in bytes: small enough to stay in the last-level cache
+# The maximum number of terms that one matrix product sums for each element of its result. With more terms, some BLAS
+# libraries lose precision. The maximum is lower for products with few rows, since these libraries then add all terms
+# one by one; they also do so for the last few rows of any product. Precision matters here: a gradient is a sum over the
+# vocabulary whose terms mostly cancel.
 _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
 
 class Head(NamedTuple):
-    """An LM head."""
+    """The parameters of an LM head, and the dtype of its logits."""
 
     weight: Tensor
     bias: Tensor | None
@@ -67,7 +69,9 @@ class Head(NamedTuple):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of a tile's gradient, and of the products in which it is a factor."""
+        """The dtype of a tile's gradient. The products of this gradient with weight and hidden states are computed in
+        the same dtype.
+        """
         return self.weight.dtype if multiplies(self.weight) else self.logits_dtype
 
 
@@ -77,16 +81,17 @@ def multiplies(values: Tensor) -> bool:
 
 
 def zero_behind_rows_(tile: Tensor) -> None:
-    """Fills the memory behind a tile's rows with zeros, as far as a product reads it."""
+    """Fills the memory behind a tile's rows with zeros, as far as a product would read this memory."""
     if past := _read_behind_rows(tile):
         tile.as_strided((len(tile), past), tile.stride(), tile.storage_offset() + tile.shape[1]).zero_()
 
 
 def _read_behind_rows(values: Tensor) -> int:
-    """How many elements behind a row a product reads. With AMX, oneDNN multiplies whole blocks of 32 elements in half
-    precision. Elements behind a row are multiplied by 0, so a NaN there gives NaN (oneDNN's issue 5717).
+    """Returns how many elements behind the end of a row a product reads. With AMX, oneDNN multiplies whole blocks of 32
+    elements in half precision. Elements behind a row are multiplied by 0, but a NaN there still gives NaN (oneDNN's
+    issue 5717).
     """
-    # A tensor of another type belongs to a trace, and a trace stands for a run on a GPU.
+    # A tensor of another type (a fake tensor) belongs to a trace, and a trace is treated like a run on a GPU.
     reads = values.is_cpu and values.dtype.itemsize == 2 and type(values) is Tensor
     return -values.shape[1] % 32 if reads else 0
 
@@ -96,8 +101,8 @@ def _rows_of_piece(columns: int) -> int:
 
 
 def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields the first row of each piece of ``step`` rows, and the piece in float32. Each copy overwrites the previous
-    copy.
+    """Cuts the values into pieces of ``step`` rows. Yields for each piece the index of its first row, and the piece in
+    float32. If the values are copied, each piece overwrites the previous piece.
     """
     if values.dtype == torch.float32:
         yield from ((begin, values[begin : begin + step]) for begin in range(0, len(values), step))
@@ -132,8 +137,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             else:
                 total.add_(left @ right)
         return
-    # In float32, a piece of the result at a time.
-    if total.dtype == torch.float32:  # else the total would be rounded after each step
+    # On other CPUs, the product is made in float32, one piece of the result at a time.
+    if total.dtype == torch.float32:  # otherwise the total would be rounded after each step
         step = min(step, _rows_of_piece(b.shape[1]))
     for begin, right in _widened(b, step):
         for top, left in _widened(a[:, begin : begin + len(right)], _rows_of_piece(max(right.shape))):
@@ -145,14 +150,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _sums_apart(values: Tensor) -> bool:
-    """Whether the terms of a product must be summed before the sum is added to a total. Some BLAS libraries of CPUs
-    would add each term to the total, and lose a digit or two over a whole vocabulary.
+    """Whether the terms of a product must be summed separately, before their sum is added to a total. Some BLAS
+    libraries for CPUs would add each term to the total, and lose a digit or two over a whole vocabulary.
     """
     return values.is_cpu
 
 
 def widens(values: Tensor) -> bool:
-    """Whether torch has products of half precision with a float32 result on this device."""
+    """Whether torch can multiply half-precision matrices with a float32 result on this device."""
     return values.is_cuda and torch.version.cuda is not None
 
 
@@ -162,7 +167,7 @@ def without_autocast(function: _Kernel) -> _Kernel:
     @wraps(function)
     def run(problem: Any, *arguments: Any, **options: Any) -> Any:
         device = problem.hidden.device.type
-        if not torch.is_autocast_enabled(device):  # to enter and leave autocast takes 10 us
+        if not torch.is_autocast_enabled(device):  # entering and leaving autocast takes 10 us
             return function(problem, *arguments, **options)
         with torch.autocast(device, enabled=False):
             return function(problem, *arguments, **options)
@@ -177,11 +182,11 @@ class Sizes(NamedTuple):
     """The sizes of tiles that suit a kind of device."""
 
     workspace_bytes: int
-    row_multiple: int  # the number of rows in a block of the matrix product
+    row_multiple: int  # tiles are cut at multiples of this: the number of rows in a block of the matrix product
 
 
 SIZES = {
-    "cpu": Sizes(workspace_bytes=32 << 20, row_multiple=1),  # a share of the last-level cache
+    "cpu": Sizes(workspace_bytes=32 << 20, row_multiple=1),  # the workspace takes only a part of the last-level cache
     "cuda": Sizes(workspace_bytes=512 << 20, row_multiple=128),
 }
 SIZES["xpu"] = SIZES["cuda"]
@@ -204,15 +209,15 @@ class Tiles(NamedTuple):
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
         length = whole_vectors(vocabulary, head.logits_dtype)
-        # A tile has as many rows as fit in the workspace with one slice of tokens. So the weight is read only a few
-        # times, and if all rows fit, the weight's gradient is written once. If not all rows fit, they are cut into
-        # tiles of about the same height.
+        # A tile has as many rows as the workspace can hold for one slice of tokens. So the weight is read only a few
+        # times, and if all rows fit, the weight's gradient is written only once. If not all rows fit, the rows are cut
+        # into tiles of about equal height.
         fitting = max(1, elements // max(1, min(slice_tokens, length)))
         row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
         if row_step < rows:
             row_step = min(fitting, -(-row_step // sizes.row_multiple) * sizes.row_multiple)
         token_step = max(1, vocabulary)  # a shard may have no tokens
-        if row_step * length > elements:  # as few tiles as possible, all of about the same size
+        if row_step * length > elements:  # if not all tokens fit: as few tiles as possible, of about equal size
             fitting_tokens = elements // row_step // slice_tokens * slice_tokens
             tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
             token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens
@@ -229,13 +234,15 @@ class Tiles(NamedTuple):
             yield slice(begin, min(self.vocabulary, begin + self.token_step))
 
     def room(self, rows: slice, tokens: slice) -> Tensor:
-        """The memory of a tile. Its rows begin at multiples of 64 bytes."""
+        """Returns the memory for a tile. Each row of the tile begins at a multiple of 64 bytes."""
         height, width = rows.stop - rows.start, tokens.stop - tokens.start
         length = whole_vectors(width, self.buffer.dtype)
         return self.buffer[: height * length].view(height, length)[:, :width]
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:
-    """Rounds a number of elements up to a multiple of 64 bytes, the largest unit in which matrix products work."""
+    """Rounds a number of elements up, so that they fill whole units of 64 bytes: this is the largest unit of matrix
+    products.
+    """
     vector = 64 // dtype.itemsize
     return -(-elements // vector) * vector

@@ -1,1 +1,3 @@
-"""Segments of a tensor, the order of their values, and how many values of each are kept. For several packages."""
+"""Segments of a tensor, the order of the values in a segment, and how many values of a segment are kept. Used by
+several packages.
+"""

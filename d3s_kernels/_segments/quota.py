@@ -1,4 +1,6 @@
-"""How many values of a segment are kept: a share of its values or a count, each as a Python number or as a tensor."""
+"""How many values of a segment are kept: a share of the segment's values, or a count. Both may be a Python number or a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ class Quota(NamedTuple):
     k_tensor: Tensor | None = None
 
     def of(self, present: Tensor, *, times: int = 1, slack: float = DOUBLE_SLACK) -> Tensor:
-        """How many values of each segment are kept. A tensor is read on the device; if its value is invalid, nothing is
-        kept.
+        """Returns how many values of each segment are kept. If the ratio or k is a tensor, its value is read on the
+        device; for an invalid value, nothing is kept.
 
         Args:
-            present: int64: how many values of each segment may be kept.
-            times: if values are pooled, the number of segments in the pool: ``k`` counts for each of these segments.
+            present: int64: the number of values in each segment that are candidates.
+            times: if values are pooled, the number of segments in the pool: ``k`` is multiplied by this number.
             slack: the relative rounding error by which a product with ``ratio`` may be too large.
         """
         if self.k is not None:

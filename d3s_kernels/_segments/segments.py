@@ -1,7 +1,7 @@
-"""Segments of a flat tensor: which segment each value lies in, sums over segments, and the order of their values.
+"""Segments of a flat tensor: the segment of each value, sums over segments, and the order of the values in a segment.
 
-Lengths stay on the device, so that there is no host sync. Floats are summed by doubling, in an order that depends only
-on a value's place in its segment. The order of torch's own sums depends on the shape.
+The lengths of segments stay on the device, so that there is no host sync. Floats are summed by doubling: the order of
+the terms depends only on their positions in the segment. The order in torch's own sums depends on the shape.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 class Segments(NamedTuple):
     """A flat tensor cut into stretches that follow each other without a gap.
 
-    The stretches are the segments. Offsets add one more stretch at each end, for values that unchecked offsets leave
-    out. With valid offsets these two are empty.
+    Each segment is a stretch. If segments come from offsets, there is one additional stretch at each end, for the
+    values that unchecked offsets may leave out. With valid offsets, these two stretches are empty.
     """
 
-    edges: Tensor  # int64 [stretches + 1]: where each stretch begins, and where the last one ends
+    edges: Tensor  # int64 [stretches + 1]: the index at which each stretch begins, then the number of values
     segment_ids: Tensor  # int64 [values]: the stretch of each value
-    place: Tensor  # int64 [values]: the place of each value in its stretch
-    longest: int  # a bound: no stretch is longer
+    place: Tensor  # int64 [values]: the index of each value within its stretch
+    longest: int  # an upper bound on the length of a stretch
     ragged: bool  # whether there are the two additional stretches
 
     @property
@@ -33,12 +33,14 @@ class Segments(NamedTuple):
         return self.edges.shape[0] - 1 - 2 * self.ragged
 
     def without_ends(self, numbers: Tensor) -> Tensor:
-        """Drops the numbers of the two additional stretches, if any. One number for each segment is left."""
+        """Drops the elements of the two additional stretches, if there are such stretches. One element for each segment
+        is left.
+        """
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Spreads one number for each segment over the segment's values. Values that are left out get NaN, or 0 if the
-        numbers are integers.
+        """Returns for each value the element of its segment. For values that the offsets leave out, returns NaN, or 0
+        if the elements are integers.
         """
         nothing = math.nan if numbers.is_floating_point() else 0
         return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.segment_ids]
@@ -49,12 +51,12 @@ class Segments(NamedTuple):
         return (self.segment_ids == 0) | (self.segment_ids == self.number + 1)
 
     def total(self, whole: Tensor) -> Tensor:
-        """The sum of whole numbers or flags over each stretch."""
+        """Returns for each stretch the sum of integers or flags."""
         return pad(whole.cumsum(0), (1, 0))[self.edges].diff()
 
     def scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """An inclusive scan over each stretch: combines each of the values ``[..., n]`` with all earlier values of its
-        stretch.
+        """Computes an inclusive scan over each stretch: combines each of the values ``[..., n]`` with all earlier
+        values of its stretch.
         """
         distance = 1
         while distance < self.longest:
@@ -65,13 +67,15 @@ class Segments(NamedTuple):
         return values
 
     def last(self, scanned: Tensor) -> Tensor:
-        """The last scanned value of each stretch; 0 for an empty stretch."""
+        """Returns the scanned value at the end of each stretch, or 0 for an empty stretch."""
         at_ends = pad(scanned, (1, 0))[..., self.edges[1:]]
         return torch.where(self.edges.diff() > 0, at_ends, 0)
 
 
 def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
-    """The rows along the last dimension, or, with offsets, the segments into which the offsets cut a 1-D tensor."""
+    """Returns the segments of a tensor: the rows along its last dimension or, with offsets, the segments into which the
+    offsets cut a 1-D tensor.
+    """
     n = values.numel()
     if offsets is None:
         count, length = math.prod(values.shape[:-1]), values.shape[-1]
@@ -81,14 +85,14 @@ def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
 
 
 def pool(values: Tensor) -> Segments:
-    """All values as one segment."""
+    """Returns one segment that contains all values."""
     n = values.numel()
     return _segments(torch.arange(2, device=values.device) * n, n, n, ragged=False)
 
 
 def pool_present(present: Tensor) -> Segments:
-    """Two stretches: all values up to the last present value, and the rest. So sums over the first stretch do not
-    depend on the values after it.
+    """Returns two stretches: all values up to the last present value, and the values after it. So sums over the first
+    stretch do not depend on how many values follow.
     """
     n = present.numel()
     place = torch.arange(n + 1, device=present.device)
@@ -103,7 +107,9 @@ def _segments(edges: Tensor, values: int, longest: int, ragged: bool) -> Segment
 
 
 def flags(mask: Tensor) -> Tensor:
-    """The flat mask with bytes 0 and 1 only: a bool tensor that views other data may hold any byte."""
+    """Returns the flat mask with only the bytes 0 and 1. A bool tensor that is a view of other data may contain any
+    byte.
+    """
     return mask.flatten().view(torch.uint8) != 0
 
 
@@ -113,29 +119,31 @@ def both(present: Tensor, mask: Tensor | None) -> Tensor:
 
 # ---- the order of the values, by keys: integers that sort in the same order as the floats (csrc/core/order_key.h) ----
 
-ABSENT = 0  # the key of a value that is masked or NaN
+ABSENT = 0  # the key of a value that is NaN or excluded by the mask
 ZERO_KEY = 2**31  # the key of 0; positive numbers have larger keys
-NO_KEY = 2**32 - 1  # above the key of any float
+NO_KEY = 2**32 - 1  # larger than the key of any float
 
 
 def order_key(values: Tensor) -> Tensor:
-    """The int64 key of each float32, in [1, 2^32) and in the order of the values; -0 and 0 share one key."""
+    """Returns the int64 key of each float32. Keys are in [1, 2^32) and sort like the floats; -0 and 0 have the same
+    key.
+    """
     bits = (values + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + ZERO_KEY
 
 
 def order_key_value(keys: Tensor) -> Tensor:
-    """The float32 of each key."""
+    """Converts each key back to its float32."""
     return torch.where(keys >= ZERO_KEY, keys - ZERO_KEY, -1 - keys).int().view(torch.float32)
 
 
 def signed(keys: Tensor) -> Tensor:
-    """The keys as int32 with the same 32 bits, since torch has few operations for uint32."""
+    """Returns the keys as int32 with the same 32 bits, since torch has few operations for uint32."""
     return torch.where(keys >= ZERO_KEY, keys - 2**32, keys).int()
 
 
 def unsigned(keys: Tensor) -> Tensor:
-    """Reads int32 keys as unsigned 32-bit numbers and returns them as int64."""
+    """Reads int32 keys as unsigned 32-bit integers, and returns these as int64."""
     return keys.long() & NO_KEY
 
 
@@ -145,12 +153,16 @@ class Ranking(NamedTuple):
 
 
 def lowest_first(values: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """Ranks float32 values from the lowest on, equal values by position. Values that are not present come last."""
+    """Ranks the float32 values of each segment from the lowest to the highest, and equal values by position. Values
+    that are not present come last.
+    """
     return _by_key(order_key(values).where(present, NO_KEY), segments)
 
 
 def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """Ranks from the highest score on. Among equal scores, the lower position still comes first."""
+    """Ranks the scores of each segment from the highest to the lowest, and equal scores by position. Scores that are
+    not present come last.
+    """
     return _by_key((NO_KEY - order_key(scores)).where(present, NO_KEY), segments)
 
 
@@ -161,14 +173,14 @@ def _by_key(keys: Tensor, segments: Segments) -> Ranking:
 
 # ---- rewards that are equal except for rounding ----------------------------------------------------------------------
 
-# The largest difference between equal rewards of a dtype after rounding, relative to max(largest |reward|, 1). It is
-# about eight rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same values.
+# For each dtype, the largest difference at which rewards still count as equal, relative to max(largest |reward|, 1). It
+# is about eight rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same values.
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def without_spread(rewards: Tensor, scored: Tensor, segments: Segments, tolerance: float) -> Tensor:
-    """For each stretch, whether its scored rewards (float64) are equal except for rounding. Infinite rewards are never
-    equal. A stretch without scored rewards gives true.
+    """Returns for each stretch whether its scored rewards (float64) are equal except for rounding. The result is false
+    for a stretch with an infinite reward, and true for a stretch without scored rewards.
     """
 
     def largest(values: Tensor) -> Tensor:

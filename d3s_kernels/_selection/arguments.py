@@ -32,8 +32,8 @@ from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
 
 
 def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
-    """The two arguments of the op: the number, and the 0-d tensor that replaces it. At least one of them is None. A
-    tensor must be on the device of ``like``.
+    """Returns the two arguments of the op for a ratio: the ratio as a number, and the 0-d tensor that replaces the
+    number. At least one of the two is None. A tensor must be on the device of ``like``.
     """
     if ratio is None:
         return None, None
@@ -104,8 +104,8 @@ def select_tokens_arguments(
     generator: torch.Generator | None,
     rank: int = 0,
 ) -> tuple[Any, ...]:
-    """The arguments of the op, with the rule's values and weights in place of entropy and advantages. With the rule
-    "advantage_entropy", ``entropy`` may also be logits.
+    """Returns the arguments of the op. The op gets the rule's values and weights instead of entropy and advantages.
+    With the rule "advantage_entropy", ``entropy`` may also be logits.
     """
     require_rule(rule, TOKEN_RULES)
     pooled = require_scope(scope, "sequence")
@@ -120,7 +120,7 @@ def select_tokens_arguments(
     _require_generator(generator, rule, TOKENS[rule].draws, entropy)
     values, weights = token_factors(rule, entropy, advantages, generator, rank)
     if weights.dtype != torch.float32:
-        if not weights.dtype.is_floating_point:  # for floats, the dispatcher refuses tensors without plain memory
+        if not weights.dtype.is_floating_point:  # float tensors without plain memory are refused by the dispatcher
             require_readable(advantages=weights)
         weights = weights.float()
     return values, weights, number, tensor, mask, offsets, max_segment, pooled, drop_zeros
@@ -151,7 +151,7 @@ def group_advantages_arguments(
 ) -> tuple[Any, ...]:
     require_tensors(rewards=rewards)
     require_segments(rewards, offsets, None)
-    if type(ddof) is not int:  # the check of an abstract class takes longer than all others here
+    if type(ddof) is not int:  # whole_number checks an abstract class, which takes longer than all other checks here
         whole_number("ddof", ddof)
     require_number(eps=eps)
     if not isinstance(scale, str):
@@ -167,7 +167,9 @@ def max_variance_arguments(
     max_segment: int | None,
     pooled: bool = False,
 ) -> tuple[Any, ...]:
-    """The caller checks that ``values`` is a tensor, since this argument has different names in public functions."""
+    """Returns the arguments of the op. The caller must check that ``values`` is a tensor, since this argument has
+    different names in public functions.
+    """
     require_segments(values, offsets, max_segment)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
@@ -185,9 +187,11 @@ def select_rollouts_arguments(
     generator: torch.Generator | None,
     equal_rows: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of the op ``max_variance_select``, also for the other rules."""
+    """Returns arguments of the op ``max_variance_select``. :func:`choose_rollouts` takes these arguments for every
+    rule.
+    """
     require_tensors(advantages=advantages)
-    if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op would name another argument
+    if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op's error would say `values`
         raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)
     _require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
@@ -199,7 +203,7 @@ def select_rollouts_arguments(
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
     arguments = max_variance_arguments(advantages, keep, mask, offsets, None, pooled)
-    if rule != "max_variance":  # the op of max_variance checks ``keep`` itself
+    if rule != "max_variance":  # with the rule max_variance, the op itself checks ``keep``
         _require_keep(keep)
     return arguments
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._dispatch import ops
 from .._segments.segments import lowest_first, pool, segments_of
 
-_LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
+_LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # float32 values as bits
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
 _ALL = 2**62  # more values than any segment has
 
@@ -43,8 +43,8 @@ TOKEN_RULES = tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The tokens' values and weights, which replace entropies and advantages: a token's score is ``|weight| * value``.
-    A 0-d weight is for all tokens.
+    """Returns the values and weights of the tokens, which replace entropies and advantages: a token's score is
+    ``|weight| * value``. A 0-d weight is for all tokens.
     """
     scoring = TOKENS[rule]
     values = entropy if scoring.reads_entropy else torch.ones_like(entropy)
@@ -57,7 +57,9 @@ def token_factors(
 
 
 def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask, count and threshold, bitwise equal to TRL's ``top_entropy_quantile``. This causes a host sync."""
+    """Returns mask, count and threshold of the tokens that TRL's ``top_entropy_quantile`` keeps; the results are
+    bitwise equal to TRL's. This function causes a host sync.
+    """
     values = entropy.detach().float()
     present = values if mask is None else values[mask]
     threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
@@ -69,17 +71,18 @@ def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tupl
 
 
 def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
-    """A random float32 for each value. These scores are independent and identically distributed, so every order of the
-    values is equally likely. This also holds across ranks whose generators have the same seed.
+    """Returns a random float32 score for each value. Scores are independent and identically distributed, so every order
+    of the values is equally likely. This also holds for the values of several ranks, even if their generators have the
+    same seed.
 
-    Two scores tie about once in 2^31, and then the index decides. Scores are positive and not subnormal. So they sort
-    like their bits, even on devices that flush subnormal numbers to 0.
+    Two scores are equal with a probability of about 2^-31; the index then decides. Scores are positive and not
+    subnormal. So they sort like their bits, even on devices that flush subnormal numbers to 0.
     """
     drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
     if generator is not None:  # torch.compile accepts no generator, not even None
         drawn["generator"] = generator
     bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
-    if rank > 0:  # other bits in the same range: drawn bits plus an offset, mixed by the last steps of MurmurHash3
+    if rank > 0:  # other bits in the same range: the drawn bits plus an offset, mixed by MurmurHash3's last steps
         mixed = (bits.long() + rank * _GOLDEN) & _WORD
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
             mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
@@ -91,8 +94,8 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
 
 
 class RolloutRow(NamedTuple):
-    # Computes scores from the values and a generator; the rule keeps the highest scores. None for rules without scores,
-    # which choose_rollouts handles.
+    # A function that computes scores from the values and a generator; the rule keeps the highest scores. For a rule
+    # without scores, this is None, and choose_rollouts applies the rule.
     score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
     draws: bool = False  # whether scores are drawn from the generator
 
@@ -121,14 +124,14 @@ def choose_rollouts(rule: str, generator: torch.Generator | None, *arguments: An
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Marks all usable values: asks max_variance_select to keep more values than there can be. The op also checks the
-    arguments.
+    """Marks all usable values, by asking max_variance_select to keep more values than any segment has. The op also
+    checks the arguments.
     """
     return ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
 
 
 def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Tensor:
-    """The number to keep, but at most ``most``, so that products with it do not overflow."""
+    """Returns the number of values to keep, but at most ``most``, so that products with this number do not overflow."""
     if keep_tensor is not None:
         return keep_tensor.reshape(()).long().clamp(max=most)
     assert keep is not None
@@ -136,11 +139,11 @@ def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Te
 
 
 def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
-    """Marks k of a segment's n usable values. For each i in 0..k - 1, this is the value whose rank is nearest to (i +
-    0.5) / k (n - 1), with halves rounded down.
+    """Marks k of the n usable values of each segment. For each i in 0..k - 1, the value is marked whose rank is nearest
+    to (i + 0.5) / k (n - 1), with halves rounded down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. So the kept ranks up to r can be counted
-    without listing them, and r itself is kept if the count increases from r - 1 to r.
+    without listing them. Rank r is kept if this count increases from r - 1 to r.
     """
     present = present.reshape(-1)
     if pooled:

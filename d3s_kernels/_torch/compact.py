@@ -1,4 +1,4 @@
-"""compact: the indices of a mask's true values, in a tensor whose size does not depend on the mask."""
+"""The op compact: returns the indices of a mask's true values, in a tensor whose size does not depend on the mask."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     kept = flags(mask)
     numbers = torch.arange(1, capacity + 1, device=mask.device)
-    indices = torch.searchsorted(kept.cumsum(0), numbers)  # where the count of true values first reaches each number
+    indices = torch.searchsorted(kept.cumsum(0), numbers)  # indices[i]: the index of true value i + 1
     return torch.where(indices < kept.shape[0], indices, -1), kept.sum().reshape(1)

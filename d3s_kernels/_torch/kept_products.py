@@ -1,4 +1,4 @@
-"""Products with the kept rows of an LM head's weight. The rows are gathered piece by piece.
+"""Products with those rows of an LM head's weight that belong to kept tokens. The rows are gathered piece by piece.
 
 The terms of a sum are always added in the same order, so the sum is bitwise equal in every run and in any batch.
 """
@@ -14,7 +14,7 @@ from .._together import FIRST_TILE, NO_SAMPLING_MASK, SamplingArguments, Tile
 from .kernels import op
 from .spans import Sets, Spans
 
-_GATHERED = 1 << 24  # elements that are gathered at a time: 64 MiB in float32
+_GATHERED = 1 << 24  # the number of elements that are gathered at a time: 64 MiB in float32
 
 
 def _fake_kept_logits(hidden: Tensor, sampling_ids: Tensor, **_: Any) -> Tensor:
@@ -82,14 +82,14 @@ def _among(ids: Tensor, count: int) -> Tensor:
 
 
 def _taken(matrix: Tensor, ids: Tensor) -> Tensor:
-    """The rows ``ids`` of the matrix in float32. If the matrix has no rows, the result is 0."""
+    """Returns the rows ``ids`` of the matrix in float32, or zeros if the matrix has no rows."""
     if len(matrix) == 0:
         return torch.zeros(len(ids), matrix.shape[1], device=matrix.device)
     return matrix.index_select(0, ids.long().clamp(0, len(matrix) - 1)).float()
 
 
 def _sum_by_halves(values: Tensor) -> Tensor:
-    """Sums over the last dimension: repeatedly adds the second half to the first."""
+    """Sums over the last dimension, by repeatedly adding the second half to the first half."""
     while (n := values.shape[-1]) > 1:
         half = n // 2
         rest = values[..., 2 * half :]
@@ -98,9 +98,9 @@ def _sum_by_halves(values: Tensor) -> Tensor:
 
 
 def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """For each row of ``out``, adds the sum of grad[i] * matrix[ids[i]] over all i whose target is this row, in the
-    order of i. An i whose target is no row of ``out`` adds nothing. Only some columns are summed at a time, but each
-    sum is made in one piece.
+    """For each row of ``out``, adds the sum of grad[i] * matrix[ids[i]] over all i whose targets[i] is this row. The
+    terms of a sum are in the order of i. If targets[i] is not a row of ``out``, i is skipped. The work is split only by
+    columns, so no sum is split.
     """
     if 0 in out.shape or len(targets) == 0:
         return
@@ -108,11 +108,11 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
     ids, grad = ids[order], torch.where(target < 0, 0, grad[order])
     first = torch.cat([target.new_ones(1, dtype=torch.bool), target[1:] != target[:-1]])
     place = torch.arange(len(target), device=target.device)
-    # For each element, the first element of its run. That first element gets the sum of the run.
+    # For each element, the index of the first element of its run. The sum of a run is stored at its first element.
     head = torch.where(first, place, 0).cummax(0).values
-    # All elements of a run write the same value to the same row. Elements without a target repeat the write of the last
-    # run. If there is no run, they add 0 to row 0.
-    none, last = target < 0, target.argmax(0, keepdim=True)  # not 0-d: the host would read a 0-d index
+    # All elements of a run write the same value to the same row of out. Elements without a target repeat the write of
+    # the run with the largest target. If no element has a target, all elements add 0 to row 0.
+    none, last = target < 0, target.argmax(0, keepdim=True)  # 1-d, since a 0-d index would cause a host sync
     head, target = torch.where(none, head[last], head), torch.where(none, target[last], target).clamp(min=0)
     step = max(1, _GATHERED // len(target))
     for begin in range(0, out.shape[1], step):
@@ -123,7 +123,7 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
 
 
 def _sums_of_runs(terms: Tensor, target: Tensor, none: Tensor) -> Tensor:
-    """Replaces each term with the sum of the terms from it to the end of its run."""
+    """Returns for each term the sum of all terms from this term to the end of its run."""
     terms = terms.masked_fill_(none.unsqueeze(1), 0)
     step = 1
     while step < len(target):

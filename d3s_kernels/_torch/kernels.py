@@ -1,4 +1,4 @@
-"""Declares the ops of plain PyTorch: each op's kernel, and beside it the shapes and dtypes of its results."""
+"""Declares the ops in plain PyTorch: for each op a kernel, and a function for the shapes and dtypes of the results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .._together import of_schema
 Kernel = Callable[..., Any]
 
 KERNELS: dict[str, Kernel] = {}
-"""The kernels by op. They are called with the arguments of the op's schema."""
+"""Maps the name of each op to its kernel. A kernel is called with the arguments of the op's schema."""
 
 FAKES: dict[str, Kernel] = {}
-"""For torch.compile and FakeTensorMode: functions by op, which make uninitialised results. They are called with all
-arguments by name. An op without an entry has no results.
+"""Maps the name of an op to its fake: a function that makes uninitialised results, for torch.compile and
+FakeTensorMode. A fake is called with all arguments of the op by name. An op without an entry has no results.
 """
 
 
 def op(fake: Kernel | None = None) -> Callable[[Kernel], Kernel]:
-    """Declares a function as the kernel of the op with the function's name. ``fake`` takes the arguments that it needs,
-    and ``**_`` for the others.
+    """Returns a decorator that declares a function as the kernel of the op with the function's name. ``fake`` has
+    parameters for the arguments that it needs, and ``**_`` for the other arguments.
     """
 
     def declare(kernel: Kernel) -> Kernel:
@@ -36,8 +36,8 @@ def op(fake: Kernel | None = None) -> Callable[[Kernel], Kernel]:
 
 
 def like(name: str, dtype: torch.dtype | None = None) -> Kernel:
-    """Makes a fake for an op with one result. The result has the shape of the argument ``name``; ``dtype`` defaults to
-    the dtype of this argument.
+    """Makes a fake for an op with one result. The result has the shape of the argument called ``name``. It has the
+    given ``dtype`` or, by default, the dtype of this argument.
     """
 
     def fake(**arguments: Any) -> Tensor:
@@ -48,5 +48,5 @@ def like(name: str, dtype: torch.dtype | None = None) -> Kernel:
 
 
 def row_statistics(device: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Uninitialised results for rows of logits: log-probability, entropy, maximum and log S."""
+    """Makes four uninitialised results for rows of logits: log-probability, entropy, maximum and log S."""
     return tuple(device.new_empty(shape, dtype=torch.float32) for _ in range(4))

@@ -1,4 +1,4 @@
-"""logprob_entropy, and the ops that compute it one vocabulary tile at a time."""
+"""The op logprob_entropy, and the ops that compute its results one vocabulary tile at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ NO_TARGET = -100
 
 
 def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """One label for each row; NO_TARGET if there are no labels."""
+    """Returns one label for each row. If ``labels`` is None, every label is NO_TARGET."""
     if labels is None:
         return torch.full((rows,), NO_TARGET, dtype=torch.int64, device=like.device)
     return labels.reshape(-1).long()
 
 
 def places_in_tile(labels: Tensor, tile: Tile, columns: int) -> tuple[Tensor, Tensor]:
-    """For each label, its column in the tile, and whether the tile has this label. If not, the column is 0."""
+    """Returns for each label its column in the tile, and whether the label is in the tile. If it is not, the column is
+    0.
+    """
     places = tile.column(labels)
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside
 
 
 def at_places(tile: Tensor, places: Tensor) -> Tensor:
-    """tile[row, places[row]]; NaN if the tile has no tokens."""
+    """Returns tile[row, places[row]] for each row, or NaN if the tile has no tokens."""
     if tile.shape[1] == 0:
         return torch.full(places.shape, math.nan, dtype=torch.float32, device=tile.device)
     return tile.gather(1, places.unsqueeze(1)).squeeze(1).float()
@@ -53,13 +55,13 @@ def logprob_entropy(
     results = _of_all_tokens(logits, targets, each) if rows is None else _of_kept_tokens(rows, each)
     if mask is not None:
         results.masked_fill_(~mask.reshape(-1), 0)
-    # Copies, since the results of an op must not share memory.
+    # The results are copied, since the results of an op must not share memory.
     logprob, entropy, top, log_sum = (result.clone().view(shape) for result in results)
     return logprob, entropy, top, log_sum
 
 
 def _of_all_tokens(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-    """The four results, [4, rows]."""
+    """Returns the four results of each row, [4, rows]: log-probability, entropy, maximum and log S."""
     columns = logits.shape[-1]
     results = torch.empty(4, len(targets), dtype=torch.float32, device=logits.device)
     for rows, block in row_blocks(logits, min(columns, SLICE)):
@@ -80,7 +82,7 @@ def _finished(state: Tensor, label_logit: Tensor, in_tile: Tensor, target: Tenso
 def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     sets, targets = rows.sets, rows.targets
     results = _finished(rows.states(temperature), rows.label_logits()[0], sets.has_label, targets, temperature)
-    of_single = torch.zeros_like(results) * temperature  # NaN for an invalid temperature
+    of_single = torch.zeros_like(results) * temperature  # NaN if the temperature is invalid
     of_single[0].masked_fill_(~sets.has_label & (targets != NO_TARGET), math.nan)
     results = torch.cat([torch.where(sets.single, of_single, results), results.new_empty(4, 1)], 1)
     if rows.kept_alone:
@@ -104,8 +106,8 @@ def softmax_state_(
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> None:
-    """Merges a tile into the states [rows, 4]. A state is (m, S, T, the label's logit); that logit is NaN until the
-    tile with the label is merged.
+    """Merges a tile of logits into the rows' softmax states [rows, 4]. A state is (m, S, T, the label's logit). The
+    label's logit is NaN until the tile that contains the label is merged.
     """
     targets = labels_of(labels, len(state), logits)
     each = temperatures(temperature, len(state), logits)
@@ -142,8 +144,8 @@ def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Ten
 
 
 def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
-    """The states, updated for rows with a single kept token. The token's logit counts as 0. If the token is in another
-    tile, the state of its row does not change.
+    """Returns the states after a tile is merged, for rows with a single kept token; for other rows the result is not
+    used. The token's logit is replaced by 0. If the token is in another tile, the row's state does not change.
     """
     ids, offsets = rows.spans.ids, rows.spans.offsets
     if len(ids) == 0:
@@ -158,7 +160,9 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
 
 @op(lambda state, **_: row_statistics(state, state.shape[-2:-1]))
 def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results for states [rows, 4] or [pieces, rows, 4]. The pieces of a row are merged from left to right."""
+    """Computes the results of rows from their states [rows, 4] or [pieces, rows, 4]. The states of a row's pieces are
+    merged from the first piece to the last.
+    """
     first, *others = state.unsqueeze(0) if state.dim() == 2 else state
     each = temperatures(temperature, len(first), state)
     merged, label_logit = first[:, :3].T, first[:, 3]

@@ -1,4 +1,4 @@
-"""The gradient of logprob_entropy: as a new tensor, or written over a tile of logits."""
+"""The gradient of logprob_entropy: in a new tensor, written over a tile of logits, or only for the kept logits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .spans import SpanRows
 
 
 class _Rows(NamedTuple):
-    """The values from which the gradients of rows are computed, each [rows]. See GradientLine in
-    csrc/core/softmax_state.h.
+    """The values from which the gradients of the rows are computed. Each tensor has one value for each row. See
+    GradientLine in csrc/core/softmax_state.h.
     """
 
     offset: Tensor
     slope: Tensor
-    target: Tensor  # added at the label
-    top: Tensor  # the maximum; NaN if the whole gradient is NaN
+    target: Tensor  # added to the gradient at the label
+    top: Tensor  # the row's maximum, or NaN to make the row's whole gradient NaN
     temperature: Tensor
     labels: Tensor
-    still: Tensor  # whether the row's gradient is 0, whatever its logits are
+    still: Tensor  # whether the row's gradient is 0 for any logits
 
     def part(self, rows: slice | Tensor) -> _Rows:
         return _Rows(*(tensor[rows] for tensor in self))
@@ -48,7 +48,7 @@ def logprob_entropy_backward(
 ) -> Tensor:
     rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
     no_token = (rows.labels != NO_TARGET) & (rows.labels < 0)
-    if tile == ALL_TOKENS:  # else the size of the vocabulary is unknown
+    if tile == ALL_TOKENS:  # with other tiles, the size of the vocabulary is unknown
         no_token |= rows.labels >= logits.shape[-1]
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if mask is not None:
@@ -75,7 +75,7 @@ def logprob_entropy_backward_(
     grad_dtype: torch.dtype | None = None,
 ) -> None:
     rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
-    # If the logits are float32, a gradient in half precision overwrites the front half of each row.
+    # A half-precision gradient of float32 logits overwrites only the front half of each row.
     _write(rows, logits, tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
@@ -142,8 +142,9 @@ def kept_logits_backward(
     tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns for each kept logit its gradient, its row (-1 if it has no gradient) and its token, and for each row
-    whether the gradients of the row are NaN.
+    """Returns four tensors. Three have one value for each kept logit: its gradient, its row index (-1 if there is no
+    gradient) and its token's column in the tile. The fourth has a flag for each row: whether the row's gradients are
+    NaN.
     """
     rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
     kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask, kept_of)
@@ -167,13 +168,13 @@ def kept_logits_backward(
 
 
 def _of_sets(rows: _Rows, kept: SpanRows) -> _Rows:
-    """Makes the gradient NaN for rows whose set of kept tokens is bad or lacks the label."""
+    """Makes the gradient NaN for rows whose set of kept tokens is invalid or does not contain the label."""
     outside = (kept.targets != NO_TARGET) & ~kept.sets.has_label & ~kept.sets.dense & (rows.target != 0)
     return rows._replace(top=rows.top.masked_fill(outside | kept.sets.bad, math.nan))
 
 
 def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
-    """The gradients of some logits. ``part`` has one entry for each logit: the values of the logit's row."""
+    """Returns the gradients of some logits. For each logit, ``part`` has the values of the logit's row."""
     at_label = torch.where(ids == part.labels, part.target, 0)
     return _gradient(part, logits.unsqueeze(1)).squeeze(1) + at_label
 
@@ -187,8 +188,8 @@ def _gradient_of_kept(rows: _Rows, kept: SpanRows) -> Tensor:
     for row, ids, place, z, read in kept.kept_logits() if columns else ():
         part = rows.part(row)
         gradient = _gradient_at(part, ids, z)
-        # Gradients of unread logits are written to an extra row at the end, spread over the columns of this row: many
-        # writes to one element would be serialised on a GPU.
+        # Gradients of unread logits are written to an extra row at the end. They are spread over the columns of this
+        # row, since a GPU would serialise many writes to one element.
         read = read & ~part.still & ~undefined[row]
         at = torch.where(read, row, count), torch.where(read, place, place % columns)
         out.index_put_(at, gradient.to(out.dtype))
@@ -203,4 +204,4 @@ def _gradient(row: _Rows, logits: Tensor) -> Tensor:
     distance = logits - row.top.unsqueeze(-1)
     e = torch.exp(distance / row.temperature.unsqueeze(-1))
     gradient = distance.mul_(row.slope.unsqueeze(-1)).add_(row.offset.unsqueeze(-1)).mul_(e)
-    return torch.where(e > 0, gradient, e)  # 0 for a logit of -inf, where the product would be NaN; NaN stays
+    return torch.where(e > 0, gradient, e)  # 0 for a logit of -inf, whose product would be NaN; NaN for a logit of NaN

@@ -1,7 +1,8 @@
-"""importance_ratio, entropy_groups, adaptive_clip: the weights of tokens in a loss.
+"""The ops importance_ratio, entropy_groups and adaptive_clip, for the weights of tokens in a loss.
 
-Exponentials and means are bitwise equal on every device: the steps are those of csrc/core/exponential.h and
-csrc/core/exact_sum.h, and each step is rounded separately. A mean does not depend on the order of its terms.
+Exponentials and means are bitwise equal on every device. They are computed in the same steps as in
+csrc/core/exponential.h and csrc/core/exact_sum.h, and each step is rounded separately. A mean does not depend on the
+order of its terms.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from .._segments.segments import Segments, both, highest_first, pool, segments_o
 from .._together import ROWS, SegmentArguments
 from .kernels import like, op
 
-_MOST_GROUPS = 16  # in a sequence
-_UNIT = 2.0**-26  # terms are rounded to multiples of this unit
-_FAR = 4096.0  # terms of at least this size count as infinite
-_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which is in the low bits of the sum
+_MOST_GROUPS = 16  # the maximum number of groups in a sequence
+_UNIT = 2.0**-26  # the terms of a mean are rounded to multiples of this unit
+_FAR = 4096.0  # terms with at least this absolute value count as infinite
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding this number rounds x to an integer, which is then in the low bits of the sum
 _MAGIC_BITS = 0x4B400000
 
 
@@ -57,8 +58,9 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """The derivative of a ratio with respect to its logarithm is the ratio itself. At a finite bound and beyond it, the
-    derivative is 0. An incoming gradient of 0 stays 0 for every ratio, since 0 * inf would be NaN.
+    """Multiplies the incoming gradient by the derivative of each ratio with respect to its logarithm. This derivative
+    is the ratio itself. If a bound is finite, the derivative is 0 at this bound and beyond it. An incoming gradient of
+    0 stays 0 for every ratio, since 0 * inf would be NaN.
     """
     grad, by = grad_ratio.flatten(), ratio.flatten()
     limited = ~_in_groups(ratio, mask, groups)
@@ -83,7 +85,7 @@ def entropy_groups(
     rank, n = highest_first(flat, present, each).rank, each.total(present)
     groups = torch.zeros_like(flat, dtype=torch.int8)
     for share in (1.0 - quantile for quantile in quantiles):
-        # The share 1 - quantile may be small. Relative to the share, the rounding error of the quantile is then larger.
+        # The share 1 - quantile may be small. The quantile's rounding error is then larger relative to the share.
         groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[each.segment_ids]
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
@@ -103,14 +105,14 @@ def adaptive_clip(
 
 
 def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-    """A flat mask of the tokens that are unmasked and, if there are groups, in a group."""
+    """Returns a flat mask of the tokens that ``mask`` keeps and that are in a group (if there are groups)."""
     some = torch.ones_like(tokens, dtype=torch.bool).flatten() if groups is None else groups.flatten() >= 0
     return both(some, mask)
 
 
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
-    """For each token, the mean over its sequence. If there are groups, the mean over the tokens of its group in this
-    sequence; NaN for a group id of 16 or above.
+    """Returns for each token the mean of the terms of its sequence. If there are groups, this is the mean over only
+    those tokens of the sequence that are in the token's group; it is NaN for a group id of 16 or above.
     """
     if groups is None:
         return _exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]
@@ -126,12 +128,14 @@ def _float32(bound: float) -> float:
 
 
 def _limit(bound: float) -> Tensor:
-    """The ratio at a bound, as a 0-d CPU tensor: torch compares it with tensors on any device without a host sync."""
+    """Returns the ratio at a bound of the log-ratio, as a 0-d CPU tensor. Torch compares such a tensor with tensors on
+    any device without a host sync.
+    """
     return _exponential(torch.full((), _float32(bound), dtype=torch.float32, device="cpu"))
 
 
 def _exponential(x: Tensor) -> Tensor:
-    inside = x.clamp(-104.0, 89.0)  # outside of this range, the result is 0 or infinite; NaN stays
+    inside = x.clamp(-104.0, 89.0)  # outside of this range, the result is 0 or infinite; NaN stays NaN
     total = inside * 1.44269504 + _MAGIC
     n = total - _MAGIC
     r = (inside - n * 0.693145752) - n * 1.42860677e-6
@@ -140,7 +144,7 @@ def _exponential(x: Tensor) -> Tensor:
         q = q * r + coefficient
     e = (r * r * q + r) + 1.0
     power = total.view(torch.int32) - _MAGIC_BITS
-    half = power >> 1  # in two factors, since the whole power may not fit in a float32
+    half = power >> 1  # 2^power is split into two factors, since it may not fit in a float32
     return e * _power_of_two(half) * _power_of_two(power - half)
 
 
@@ -149,12 +153,12 @@ def _power_of_two(n: Tensor) -> Tensor:
 
 
 def _exact_means(terms: Tensor, present: Tensor, slot: Tensor, slots: int) -> Tensor:
-    """The mean of the present terms of each slot. It is 0 for a slot without terms, infinite if a term is infinite, and
-    NaN if a term is NaN or if both infinities are among the terms.
+    """Returns the mean of the present terms of each slot. A mean is 0 for a slot without terms, infinite if a term is
+    infinite, and NaN if a term is NaN or if both infinities are among the terms.
     """
     far = present & ~(terms.abs() < _FAR)
     units = torch.where(present & ~far, terms, 0).mul_(1 / _UNIT).round().long()
-    above, below = far & ~(terms < 0), far & ~(terms > 0)  # NaN counts as both
+    above, below = far & ~(terms < 0), far & ~(terms > 0)  # NaN counts as both infinities
     rows = torch.stack([units, present.long(), above.long(), below.long()], 1)
     total, count, above, below = rows.new_zeros(slots, 4).index_add_(0, slot, rows).unbind(1)
     mean = total.float() * _UNIT / count.clamp(min=1).float()

@@ -1,5 +1,6 @@
-"""group_advantages: each reward minus the mean of its group, scaled. max_variance_select: for each segment, the subset
-with the largest variance. Both ops compute in float64.
+"""The ops group_advantages and max_variance_select. The first subtracts from each reward the mean of its group, and
+scales the difference. The second selects from each segment the subset of k values that has the largest variance. Both
+compute in float64.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def group_advantages(
 
 
 def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each stretch, over the rewards that are not NaN: their mean, their standard deviation and their number."""
+    """Returns for each stretch the mean, the standard deviation and the count of the rewards that are not NaN."""
     unscorable = rewards.isnan()
     scored = groups.total(~unscorable)
     mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)
@@ -76,11 +77,12 @@ def max_variance_select(
 
 
 def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:
-    """How many of the k kept values come from the low end of a segment with n > k values; see csrc/core/split_scan.h.
+    """Returns for each segment with n > k values how many of the k kept values come from the low end. See
+    csrc/core/split_scan.h.
 
-    The values are sorted. Split i has the first i and the last k - i values. So split i + 1 has value i instead of
-    value n - k + i. The moments of split 0 are those of the last k values; a running sum over these exchanges of values
-    then gives the moments of all splits.
+    The values are sorted in ascending order, and counted from 0. Split i keeps the first i and the last k - i values.
+    So split i + 1 keeps value i instead of value n - k + i: the two values are exchanged. The moments of split 0 are
+    the moments of the last k values. A running sum over the exchanges then gives the moments of all splits.
     """
     ids, place = segments.segment_ids, segments.place
     usable, exchanged, kept = place < n[ids], place < k[ids], k[ids]
@@ -94,7 +96,7 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
     total, square = before + segments.last(running[2:])[:, ids]
     spread = torch.where(place <= k[ids], kept * square - total.square(), -math.inf)
-    # Splits this close to the best count as equal. Among equal splits, the one with the fewest values from the top
-    # wins.
+    # Splits whose spread is this close to the largest spread count as equal. Among equal splits, the split that keeps
+    # the fewest of the highest values is chosen.
     equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
     return segments.last(segments.scan(torch.where(spread >= equal[ids], place, 0), torch.maximum))

@@ -1,7 +1,8 @@
-"""The softmax state (m, S, T) of rows of logits, as in csrc/core/softmax_state.h; here float32 [3, rows].
+"""The softmax states (m, S, T) of rows of logits, as in csrc/core/softmax_state.h. The states of all rows are one
+float32 tensor [3, rows].
 
 A row's result is bitwise equal in any batch: maxima are exact, sums are pairwise, and the result of torch.exp does not
-depend on an element's position in the tensor. On CPUs, the result of torch.exp2 does depend on it.
+depend on an element's position in the tensor. On a CPU, the result of torch.exp2 would depend on the position.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from .._together import NumberOrTensor
 # The number of tokens in a slice of a row. Each slice is reduced to one state, and the states are merged from left to
 # right. On every device, vocabulary tiles are cut at multiples of SLICE (d3s_kernels/_head/products.py).
 SLICE = 8192
-_BLOCK = 3 << 20  # logits that are processed at a time: five float32 temporaries take 60 MiB
+_BLOCK = 3 << 20  # the number of logits that are processed at a time: five float32 temporaries take 60 MiB
 LOWEST = torch.finfo(torch.float32).min
 
 
 def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the rows block by block: the slice of the rows, and a view [..., V] of their logits. A block has at most
-    _BLOCK logits, where each row counts as `columns` logits; it has at least one row.
+    """Yields the rows block by block, as pairs: a slice of row indices, and a view [..., V] of these rows' logits. A
+    block has at most _BLOCK // columns rows, but at least one row.
 
-    Leading dimensions that cannot be flattened stay separate, so that nothing is copied.
+    Leading dimensions that cannot be flattened without a copy stay separate.
     """
     yield from _blocks(logits.unsqueeze(0) if logits.dim() == 1 else logits, max(1, _BLOCK // max(1, columns)), 0)
 
@@ -43,8 +44,8 @@ def _blocks(logits: Tensor, most: int, first: int) -> Iterator[tuple[slice, Tens
 
 
 def temperatures(temperature: NumberOrTensor, rows: int, like: Tensor) -> Tensor:
-    """One temperature for each row. A temperature on a GPU is unchecked. If it is invalid, it becomes NaN, and so do
-    the results of its row.
+    """Returns one temperature for each row. A temperature on a GPU has not been checked: an invalid temperature becomes
+    NaN, and so do the results of its row.
     """
     number, tensor = temperature
     if tensor is None:
@@ -54,14 +55,16 @@ def temperatures(temperature: NumberOrTensor, rows: int, like: Tensor) -> Tensor
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """The initial state. Its maximum is not -inf, since -inf - (-inf) would be NaN."""
+    """Returns the states of rows before any logits are added. The maximum is the lowest finite float instead of -inf,
+    since -inf - (-inf) would be NaN.
+    """
     state = torch.zeros(3, rows, dtype=torch.float32, device=like.device)
     state[0].fill_(LOWEST)
     return state
 
 
 def add_logits(state: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-    """The state with the logits [rows, n] merged into it."""
+    """Returns the states after the logits [rows, n] are merged into ``state``."""
     for part in torch.split(logits, SLICE, -1) if logits.shape[-1] else ():
         state = merge(state, _state_of(part.float(), temperature), temperature)
     return state
@@ -77,7 +80,7 @@ def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _sum_by_halves_(values: Tensor) -> Tensor:
-    """Sums over the last dimension, which is not empty, and overwrites the values."""
+    """Sums over the last dimension, which must not be empty. The values are overwritten."""
     while (n := values.shape[-1]) > 1:
         values[..., : n // 2] += values[..., n - n // 2 :]
         values = values[..., : n - n // 2]
@@ -96,9 +99,9 @@ def merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
 
 
 def finish(state: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The entropy, the maximum and log S of each state."""
+    """Returns the entropy, the maximum and log S of each state."""
     top, total, dot = state
-    undefined = (total < 0.5) | dot.isnan()  # the row has only -inf, or no logits; or it has NaN or +inf
+    undefined = (total < 0.5) | dot.isnan()  # the row has no logit above -inf, or it has a NaN or +inf
     total = total.masked_fill(undefined, math.nan)
     log_sum = total.log()
     mean = dot / (temperature * total)

@@ -17,13 +17,13 @@ from .._together import ALL_TOKENS, SamplingArguments, Tile
 from .compact import compact
 from .softmax_state import LOWEST
 
-_UNIT = 2.0**36  # terms are at most 1, and are rounded to multiples of 1 / _UNIT; a sum of 2^27 terms fits in an int64
-_KEPT_AT_ONCE = 1 << 21  # kept logits that are processed at a time, with about 200 MB of temporaries
-_DENSE_AT_ONCE = 1 << 25  # logits of packed rows that are processed at a time
+_UNIT = 2.0**36  # terms are at most 1, and are rounded to multiples of 1 / _UNIT: a sum of 2^27 terms fits in int64
+_KEPT_AT_ONCE = 1 << 21  # the number of kept logits that are processed at a time; their temporaries take about 200 MB
+_DENSE_AT_ONCE = 1 << 25  # the number of logits of packed rows that are processed at a time
 
 
 class Spans(NamedTuple):
-    """The spans of all rows."""
+    """The spans of all rows: the span of row i is ids[offsets[i]:offsets[i + 1]]."""
 
     ids: Tensor
     offsets: Tensor  # int64
@@ -48,23 +48,23 @@ class Spans(NamedTuple):
             ids = self.ids[begin : begin + _KEPT_AT_ONCE].long()
             place = torch.arange(begin, begin + len(ids), device=ids.device)
             row = torch.searchsorted(self.offsets[1:], place, right=True)
-            # Ids that belong to no row are spread over all rows, where they add 0: many additions to one row would be
-            # serialised on a GPU.
+            # Ids that belong to no row are spread over all rows, where they add 0. If they all went to one row, a GPU
+            # would serialise the additions.
             yield torch.where(row < rows, row, place % rows), ids, (row < rows) & ~self.bad, place
 
 
 class Sets(NamedTuple):
-    """Flags of each row's set of kept tokens, [rows] each."""
+    """Five flags for each row about its set of kept tokens. Each tensor is bool [rows]."""
 
     has_label: Tensor  # the label is in the set
     label_joins: Tensor  # the label is in the set but not in the span
     single: Tensor  # the set has only one token, and the logit of this token is not read
-    bad: Tensor  # an id of the row or the offsets are bad, so the row's results are NaN
+    bad: Tensor  # an id of the row is invalid, or the offsets are; the row's results are then NaN
     dense: Tensor  # the span is empty, so the set is all tokens
 
     @classmethod
     def of(cls, spans: Spans, targets: Tensor, tile: Tile, tokens: int) -> Sets:
-        vocabulary = tokens if tile == ALL_TOKENS else 1 << 31  # unknown if there are other tiles
+        vocabulary = tokens if tile == ALL_TOKENS else 1 << 31  # the size is unknown if there are other tiles
         times, bad = (torch.zeros_like(targets, dtype=torch.int32) for _ in range(2))
         for row, ids, used, _ in spans.pieces():
             times.index_add_(0, row, (used & (ids == targets[row])).int())
@@ -77,7 +77,7 @@ class Sets(NamedTuple):
 
 
 class SpanRows(NamedTuple):
-    """The rows of a tile of logits."""
+    """A tile of logits with the spans of its rows."""
 
     spans: Spans
     sets: Sets
@@ -86,7 +86,7 @@ class SpanRows(NamedTuple):
     tile: Tile
     mask: Tensor | None
     tokens: int  # number of tokens in the tile
-    kept_alone: bool  # whether there are only kept logits: first one for each id, then one for each row's label
+    kept_alone: bool  # whether `logits` has only kept logits: first one for each id, then one for each row's label
 
     @classmethod
     def of(
@@ -98,8 +98,8 @@ class SpanRows(NamedTuple):
         mask: Tensor | None,
         kept_of: int | None = None,
     ) -> SpanRows | None:
-        """With ``kept_of``, there are logits only for kept tokens, in a tile of ``kept_of`` tokens. Returns None
-        without a sampling mask.
+        """Returns None without a sampling mask. With ``kept_of``, ``logits`` has only the kept logits of a tile of
+        ``kept_of`` tokens.
         """
         spans = Spans.of(sampling_mask)
         if spans is None:
@@ -127,13 +127,13 @@ class SpanRows(NamedTuple):
             yield row, ids, place, self._gathered(row, place, read), read
 
     def label_logits(self) -> tuple[Tensor, Tensor]:
-        """The logit of each row's label, and whether the logit is read. It is read if the label is in the tile and in
-        the row's set, and is not the only token of the set.
+        """Returns the logit of each row's label, and whether the logit is read. A logit is read if the label is in the
+        tile and in the row's set, and is not the only token of the set.
         """
         place = self.tile.column(self.targets)
         read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.tokens)
         rows = torch.arange(len(self.targets), device=self.targets.device)
-        if self.kept_alone:  # the label's index among the row's ids, or else the extra index for the label
+        if self.kept_alone:  # the index of the label's id, or the extra index if the label is not in the span
             place = rows + len(self.spans.ids)
             for row, ids, used, place_of_id in self.spans.pieces():
                 is_label = used & (ids == self.targets[row])
@@ -156,7 +156,9 @@ class SpanRows(NamedTuple):
         return (row, *place) if self.logits.dim() > 1 else ()
 
     def states(self, temperature: Tensor) -> Tensor:
-        """(m, S, T) of each row, float32 [3, rows]. Rows without a span have the state of no logits."""
+        """Returns the state (m, S, T) of each row's kept logits, float32 [3, rows]. Rows without a span have the
+        initial state.
+        """
         top = torch.full_like(temperature, LOWEST)
         for row, _, _, z, read in self.kept_logits():
             top.scatter_reduce_(0, row, torch.where(read, z, LOWEST), "amax")
@@ -172,10 +174,10 @@ class SpanRows(NamedTuple):
         return torch.stack([top, total, (dot * temperature).masked_fill(undefined, math.nan)])
 
     def dense_rows(self) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """Returns an iterator over the rows with an empty span, and whether there are more such rows than the bound.
-        The iterator yields the rows piece by piece, as three tensors: row indices, logits, and the rows to which
-        results are written. If the bound leaves slots unused, an unused slot writes to an extra row after the last row.
-        Without a bound, this causes a host sync.
+        """Returns an iterator over the rows with an empty span, and whether there are more such rows than the bound
+        ``max_dense_rows``. The iterator yields the rows piece by piece, as three tensors: row indices, logits, and the
+        rows to which results are written. If there are fewer rows than the bound, the unused slots write to an extra
+        row after the last row. Without a bound, this method causes a host sync.
         """
         dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
         count, columns = dense.sum(), self.logits.shape[-1]

@@ -1,5 +1,5 @@
-"""topk_mask, select_tokens, select_tokens_from_logits. They select exactly k values of each segment; ties go to the
-lower index.
+"""The ops topk_mask, select_tokens and select_tokens_from_logits. They select exactly k values of each segment. Among
+equal values, the value with the lower index is selected first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .logprob_entropy import logprob_entropy
 
 class _Top(NamedTuple):
     mask: Tensor  # flat
-    k: Tensor  # how many scores of each stretch are kept before zeros are dropped
+    k: Tensor  # how many scores of each stretch are selected, including zeros that are dropped later
     order: Tensor
 
 
 def _select(
     scores: Tensor, mask: Tensor | None, segments: Segments, quota: Quota, drop_zeros: bool, times: int = 1
 ) -> _Top:
-    """``scores`` is flat and float32."""
+    """Selects the highest scores of each segment. ``scores`` is flat and float32."""
     present = both(scores == scores, mask) & ~segments.left_out()
     k = quota.of(segments.total(present), times=times)
     order, rank = highest_first(scores, present, segments)
@@ -36,11 +36,11 @@ def _select(
 
 
 def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
-    """For each segment, how many scores are kept, and the lowest kept score (infinite if none is kept)."""
+    """Returns for each segment how many scores are kept, and the lowest kept score (infinite if no score is kept)."""
     count, begin = segments.total(top.mask), segments.edges[:-1]
-    in_order = pad(scores[top.order] + 0.0, (1, 0))  # in_order[i] is the i-th score, from i = 1 on; -0 becomes 0
+    in_order = pad(scores[top.order] + 0.0, (1, 0))  # in_order[i] is the i-th score, counted from 1; -0 becomes 0
     lowest = in_order[begin + top.k]
-    if drop_zeros:  # if the lowest score is 0, zeros are dropped, and the scores that remain come first
+    if drop_zeros:  # if the lowest selected score is 0, only the first `count` scores remain
         lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
     count, lowest = segments.without_ends(count), segments.without_ends(lowest)
     return count.int(), torch.where(count > 0, lowest, math.inf)
@@ -91,7 +91,7 @@ def select_tokens(
 
 def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
     """Spreads advantages over the tokens. There may be one advantage for all tokens, one for each token, or one for
-    each sequence. If there are n tokens, shape [n] means one for each token.
+    each sequence. If there are n tokens, shape [n] always means one for each token.
     """
     if advantages.dim() == 0:
         return advantages

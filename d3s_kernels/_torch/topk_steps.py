@@ -2,7 +2,8 @@
 topk_choose_digit_, topk_mask_from_key.
 
 ``search``, int64 [segments, 3], is the state of the search for the k-th largest key, as in ``KeySearch`` of
-csrc/core/key_search.h: the digits found so far, the key's rank among the keys that start with these digits, and k.
+csrc/core/key_search.h: the digits of this key that are found so far, the key's rank among all keys that start with
+these digits, and k.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offset
         prefix, k = (segments.spread(part) for part in (search[:, 0], search[:, 2]))
         counted &= (flat >> (shift + bits) == prefix) & (k > 0)
     slot = segments.spread(torch.arange(len(search), device=keys.device)) * bins + (flat >> shift) % bins
-    # An extra bin at the end takes the keys that are not counted.
+    # Keys that are not counted are assigned to an extra bin at the end.
     counts = torch.zeros(len(search) * bins + 1, dtype=torch.int64, device=keys.device)
     slot = torch.where(counted, slot, len(counts) - 1)
     return counts.index_add_(0, slot, counted.long())[:-1].view(len(search), bins)
@@ -60,7 +61,7 @@ def topk_choose_digit_(
     if shift + bins.bit_length() - 1 == _KEY_BITS:
         kept = Quota(*ratio, *k).of(counts.sum(1))
         prefix, left = torch.zeros_like(kept), kept
-    from_top = counts.flip(1).cumsum(1)  # how many keys are in a bin or above it
+    from_top = counts.flip(1).cumsum(1)  # from_top[i]: how many keys are in the i + 1 highest bins
     place = (from_top < left.unsqueeze(1)).sum(1).clamp(max=bins - 1)
     above = torch.where(place > 0, from_top.gather(1, (place - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0)
     found = torch.stack([prefix * bins + (bins - 1 - place), left - above, kept], 1)
@@ -83,7 +84,7 @@ def topk_mask_from_key(
     so_far = tie.long().cumsum(0)
     number = (
         so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.segment_ids]
-    )  # the index of a tie among the ties of its segment, from 1 on
+    )  # the index of a tie among the ties of its segment, counted from 1
     kept = inside & ((flat > found) | (tie & (number <= allowed)))
     dropped = kept & (flat == ZERO_KEY) if drop_zeros else torch.zeros_like(kept)
     kept &= ~dropped
