@@ -362,8 +362,8 @@ def test_a_masked_row_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- selections: both sides of every threshold -----------------------------------------------------------------------
 
-LENGTHS = (0, 1, 31, 32, 33, 509, 510, 512, 513, 1021, 1022, 1024, 1025, 2048, 2049, 4096, 4097, 6144, 8189, 8190)
-LENGTHS += (8192, 8193, 16384, 16385, 40_000)
+LENGTHS = (0, 1, 31, 32, 33, 510, 512, 513, 1022, 1024, 1025, 2048, 2049, 4096, 4097, 8190, 8192, 8193)
+LENGTHS += (16384, 16385, 40_000)
 
 
 @pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
@@ -412,14 +412,17 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch:
             assert_identical(mine, exact)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("length", [20, 512, 1001, 1024, 2046, 4096, 6145, 8188, 8192])
+HELD = [(length, torch.float32) for length in (20, 512, 1001, 2046, 4096, 6145, 8188)]
+HELD += [(1001, torch.bfloat16), (8188, torch.bfloat16), (2046, torch.float16)]
+
+
+@pytest.mark.parametrize(("length", "dtype"), HELD)
 def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
     """With NaN, padding, both zeros, ties that are not all kept, and keys that differ in the last digit alone."""
     near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round these to a few values
     rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
     rows.append(-1e38 * torch.randn(length).abs())
-    for skip in (0, 1, 2, 4):
+    for skip in (0, 1, 2):
         room = torch.zeros(len(rows) * length + skip, dtype=dtype)
         scores = room[skip:].view(len(rows), length)
         scores.copy_(torch.stack(rows))
@@ -427,7 +430,7 @@ def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
         scores[0, 9], scores[2, -1] = -torch.inf, torch.nan
         mask = (torch.rand(len(room)) < 0.8)[skip:].view(len(rows), length)
         mask[1:, length * 2 // 3 :] = False
-        for ratio, present in itertools.product((1e-4, 0.1, 0.9, 1.0), (None, mask)):
+        for ratio, present in itertools.product((1e-4, 0.1, 0.9), (None, mask)):
             ours = d3s.topk_mask(scores, ratio, mask=present)
             assert_identical(ours, reference.topk_mask(scores, ratio, mask=present))
             for drop_zeros in (False, True):
