@@ -1,1 +1,1 @@
-"""Makes a page of selected tokens: the text of each token, the HTML, and the style."""
+"""The page of selected tokens: its arguments, the text of each token, the HTML, and the style sheet."""

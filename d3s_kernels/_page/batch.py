@@ -21,7 +21,7 @@ def is_list(value: Any) -> bool:
 
 
 def brief(value: Any) -> str:
-    """The start of a wrong argument, with its type."""
+    """Returns the type of a wrong argument and the start of its text."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
@@ -29,7 +29,7 @@ def brief(value: Any) -> str:
 def completion_texts(
     completions: Tensor | Sequence[Sequence[str]], mask: Tensor | None, tokenizer: Any
 ) -> tuple[list[list[str]], list[list[bool]]]:
-    """For each completion, the text of each token, and whether the mask counts the token."""
+    """Returns, for each completion, the text of each token, and whether each token is in the mask."""
     if not isinstance(completions, Tensor):
         if not is_list(completions) or not all(is_list(row) for row in completions):
             raise TypeError(f"completions: got {brief(completions)}; {_TAKES}")
@@ -57,7 +57,7 @@ def completion_texts(
 
 
 def _counts(mask: Tensor | None, lengths: list[int]) -> list[list[bool]]:
-    """For each completion, whether each token counts; True everywhere if ``mask`` is None."""
+    """Returns, for each completion, whether each token is in the mask; True everywhere if ``mask`` is None."""
     if mask is None:
         return [[True] * length for length in lengths]
     if not isinstance(mask, Tensor):
@@ -74,7 +74,7 @@ def _counts(mask: Tensor | None, lengths: list[int]) -> list[list[bool]]:
 
 
 def per_rollout(name: str, value: Tensor | None, count: int, dtype: Dtype) -> list[Any]:
-    """One value for each rollout; all are None if the argument is None."""
+    """Returns one value for each rollout. All values are None if the argument is None."""
     if value is None:
         return [None] * count
     value = _checked(name, value, dtype)
@@ -84,8 +84,8 @@ def per_rollout(name: str, value: Tensor | None, count: int, dtype: Dtype) -> li
 
 
 def per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], dtype: Dtype) -> list[list[Any]]:
-    """For each rollout, the values of its tokens. ``value`` has a row for each rollout, or for each kept rollout. A
-    rollout without a row gets an empty list.
+    """Returns, for each rollout, the values of its tokens. ``value`` has rows either for all rollouts, or only for the
+    kept rollouts. In the second case, the list of a dropped rollout is empty.
     """
     value = _checked(name, value, dtype)
     longest, every, some = max(lengths, default=0), len(kept), sum(kept)

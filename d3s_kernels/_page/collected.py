@@ -1,4 +1,4 @@
-"""Collects the rollouts of a step from its micro-batches, to make a page of them."""
+"""Collects the rollouts of a step for a page, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .text import decoder, token_texts
 
 
 class CollectedRollouts:
-    """The data of rollouts that a page shows: CPU tensors, keyed by the rollout's index in the step's batch."""
+    """The rollouts that a page shows, each under its index in the step's batch. Tensors are on the CPU."""
 
     def __init__(self) -> None:
         self.generated: dict[int, tuple[Sequence[int], Sequence[int], Tensor, float]] = {}
@@ -22,17 +22,21 @@ class CollectedRollouts:
     def add_generated(
         self, place: int, prompt: Sequence[int], completion: Sequence[int], counts: Tensor, advantage: float
     ) -> None:
-        """Adds a rollout before any rollout is dropped: its token ids, which tokens are in the loss, its advantage."""
+        """Adds a generated rollout, whether or not it will be dropped: its token ids, whether each token is in the
+        loss, and its advantage.
+        """
         self.generated[place] = prompt, completion, counts, advantage
 
     def add_trained(self, place: int, kept: Tensor, entropy: Tensor, advantage: float) -> None:
-        """Adds a rollout that is trained on: its kept tokens, the entropies of all its tokens (NaN if not measured),
-        and the advantage that it is trained with.
+        """Adds the results for a rollout that is trained on: the mask of its kept tokens, the entropies of all its
+        tokens (NaN if not measured), and the advantage that it is trained with.
         """
         self.trained[place] = kept, entropy, advantage
 
     def arguments(self, group: int, tokenizer: Any) -> dict[str, Any]:
-        """The arguments of :func:`d3s_kernels.selection_page`, without the title, for groups of this size."""
+        """Returns the arguments of :func:`d3s_kernels.selection_page` that describe the collected rollouts. ``group``
+        is the number of rollouts per prompt.
+        """
         places = sorted(self.generated)
         rollouts = [self.generated[place] for place in places]
         prompts, completions, masks, advantages = (list(column) for column in zip(*rollouts, strict=True))
@@ -57,7 +61,7 @@ class CollectedRollouts:
 
 
 def joined(parts: Iterable[CollectedRollouts]) -> CollectedRollouts:
-    """The rollouts of several processes."""
+    """Joins the rollouts of several processes."""
     whole = CollectedRollouts()
     for part in parts:
         whole.generated |= part.generated

@@ -1,4 +1,4 @@
-"""The HTML of a page of selected tokens, from plain Python values."""
+"""Makes the HTML of a page of selected tokens from plain Python values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from .text import NO_TEXT, as_html, token_as_html
 
-LEVELS = 10  # shades of a token, from none to the darkest
+LEVELS = 10  # the number of shades of a token, from no shade to the darkest
 _STYLE = Path(__file__).with_name("style.css")
-# Nothing on the page runs or is loaded, even if some text were to get past the escaping.
+# With this policy, a browser runs no script of the page and loads nothing, even if some text were not escaped.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -19,7 +19,7 @@ class Rollout(NamedTuple):
     """The values of one rollout. A dropped rollout has no scores, entropies or kept tokens."""
 
     texts: list[str]  # a text for each token
-    counts: list[bool]  # whether the token could be kept; others are shown without a score
+    counts: list[bool]  # whether each token could be kept; the other tokens are shown without a score
     reward: float | None
     advantage: float | None
     kept: bool
@@ -29,10 +29,10 @@ class Rollout(NamedTuple):
 
 
 def page(title: str, formula: str, prompts: Sequence[str], rollouts: Sequence[Rollout], longest: int) -> str:
-    """The whole page. A rollout with more than ``longest`` tokens is shown without its middle.
+    """Returns the whole page. A rollout with more than ``longest`` tokens is shown without its middle.
 
     Args:
-        formula: the scores' formula, or "" if it is not known.
+        formula: the formula of the scores, or "" if it is unknown.
         rollouts: the rollouts of all prompts, in the order of the prompts; every prompt has the same number of
             rollouts.
     """
@@ -64,16 +64,16 @@ def page(title: str, formula: str, prompts: Sequence[str], rollouts: Sequence[Ro
 
 
 def darkest_from(scores: Iterable[float]) -> float:
-    """The lowest score with the darkest shade: the 99th percentile of positive scores. With the maximum instead, one
-    very large score would make all others pale.
+    """Returns the lowest score with the darkest shade: the 99th percentile of the positive scores. If it were their
+    maximum, one very large score would make all others pale.
     """
     positive = sorted(score for score in scores if 0 < score < math.inf)
     return positive[math.ceil(0.99 * len(positive)) - 1] if positive else math.inf
 
 
 def shade(score: float, top: float) -> int:
-    """The level of a score: 0 for 0 and NaN, 9 from ``top`` on. Few scores are large, so levels rise with the square
-    root: otherwise most tokens would look alike.
+    """Returns the level of a score's shade: 0 for a score of 0 or NaN, 9 for scores from ``top`` on. The level grows
+    with the square root of the score. Only few scores are large, so on a linear scale most tokens would look alike.
     """
     if math.isnan(score) or score <= 0:
         return 0
@@ -103,7 +103,7 @@ def _legend(formula: str, top: float) -> str:
 
 
 def _rollout(rollout: Rollout, place: int, top: float, longest: int) -> str:
-    """A kept rollout with a shade for each token, or a dropped rollout as folded text."""
+    """Returns the HTML of a rollout. A kept rollout has a shade for each token; a dropped rollout is folded text."""
     count = len(rollout.texts)
     head, tail, cut = count, count, ""  # the first ``head`` tokens are shown, and all tokens from ``tail`` on
     if count > longest:
@@ -136,6 +136,6 @@ def _token(rollout: Rollout, index: int, top: float) -> str:
         return text
     name = "mark" if rollout.kept_tokens[index] else "i"
     score, entropy = rollout.scores[index], rollout.entropies[index]
-    # Unquoted values keep the page small; numbers need no quotes.
+    # Numbers need no quotes as attribute values; without quotes the page is smaller.
     known = "" if math.isnan(entropy) else f" data-h={entropy:.3g}"
     return f"<{name} class=s{shade(score, top)} data-s={score:.3g}{known}>{text}</{name}>"

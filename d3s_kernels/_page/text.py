@@ -1,4 +1,6 @@
-"""The text of single tokens, and text of a model as HTML: every character is visible, and no markup is left."""
+"""Finds the text of single tokens, and converts a model's text to HTML in which every character is visible and no text
+acts as markup.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 UNFINISHED = "\ufffd"  # the text that a tokenizer returns for an incomplete character
 NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
-_LONGEST_CHARACTER = 4  # bytes; a longer run of unfinished tokens is invalid UTF-8
+_LONGEST_CHARACTER = 4  # bytes; a run of more unfinished tokens is invalid UTF-8
 
 # Characters that would be invisible, or would change the text around them: control characters, text-direction marks,
 # invisible operators, fillers, tags, variation selectors of Han characters, line separators, surrogates. Tab, newline
@@ -23,17 +25,17 @@ _INVISIBLE = re.compile(f"[{_WITHIN_WORDS}]*")
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """The tokenizer's function from token ids to text; the text keeps special tokens and all spaces."""
+    """Returns the tokenizer's function from token ids to text. The text keeps special tokens and all spaces."""
     return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """For each token, the text that it adds to the text so far. Joined, these are the decoded text, except invalid
-    UTF-8.
+    """Returns, for each token, the text that the token adds to the text before it. The joined texts are the decoded
+    text, except for invalid UTF-8.
 
-    If the bytes of a character span several tokens, the character is the text of the last of these tokens, and the
-    others have no text. Each token is decoded together with the token before it, since some tokenizers drop a space at
-    the start of a text.
+    If the bytes of a character are spread over several tokens, the text of the last of these tokens is the character,
+    and the other tokens have no text. Each token is decoded together with the token before it, since some tokenizers
+    drop a space at the start of a text.
     """
     texts: list[str] = []
     first = done = 0  # decoding starts at token ``first``; the tokens before ``done`` already have their texts
@@ -51,11 +53,13 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
 
 
 def as_html(text: str) -> str:
-    """The text, escaped for the content of an element. Hidden characters become their code points, as in ⟨U+202E⟩."""
+    """Escapes a text for the content of an HTML element. Hidden characters become code points, as in ⟨U+202E⟩."""
     return html.escape(_HIDDEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text), quote=False)
 
 
 def token_as_html(text: str) -> str:
-    """As :func:`as_html`, but for a single token: even a line break, a joiner or an empty text becomes visible."""
+    """Does the same as :func:`as_html` for a single token, but a line break, a joiner or an empty text becomes visible
+    too.
+    """
     shown = as_html(text).replace("\n", "\u21b5\n")
     return NO_TEXT + shown if _INVISIBLE.fullmatch(shown) else shown

@@ -1,1 +1,1 @@
-"""Selection inside trainers: a folder for each trainer, imported only on request."""
+"""The selection inside trainers. Each trainer has its own folder, which is imported only on request."""

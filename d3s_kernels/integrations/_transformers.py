@@ -1,4 +1,6 @@
-"""Code shared by the trainers that are built on transformers' ``Trainer``: options, rewards, processes and budget."""
+"""Code shared by the integrations with trainers that are built on transformers' ``Trainer``: options, rewards,
+processes and budget.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ def check_token_options(options: Any, section: str = "") -> None:
     """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
 
     Raises:
-        ValueError: an implied option was set to another value; or the rule "entropy_quantile" with options that it does
-            not support, or with several processes, since each process would use its own quantile.
+        ValueError: an implied option was set to another value; the rule "entropy_quantile" is combined with an option
+            that it does not support; or this rule is used with several processes, each of which would use its own
+            quantile.
     """
     share = options.top_entropy_quantile
     if share < 1:
@@ -48,16 +51,18 @@ def check_token_options(options: Any, section: str = "") -> None:
 
 
 def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of rewards ``[rollouts, functions]`` over the functions. NaN means no reward, and is skipped; a
-    rollout with only NaN gets NaN.
+    """Returns the total reward of each rollout: the weighted sum of ``by_function``, ``[rollouts, functions]``, over
+    the functions. NaN means that a function gave no reward, and is skipped. If no function gave a rollout a reward, the
+    rollout's total is NaN.
     """
     total = (by_function * weights.to(by_function.device)).nansum(dim=1)
     return total.masked_fill(by_function.isnan().all(dim=1), torch.nan)
 
 
 def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
-    """Marks the groups of ``n`` rollouts whose rewards are all equal: bool ``[groups]``. If advantages are computed
-    ``separately`` for each function, the rewards of every function must be equal.
+    """Returns a mask, bool ``[groups]``, of the groups of ``n`` rollouts whose rewards are all equal. If ``separately``
+    (advantages are computed for each function separately), every function must have given all rollouts of the group
+    equal rewards.
     """
     if separately:
         return groups_without_spread(by_function.view(-1, n, by_function.shape[1]).transpose(1, 2)).all(dim=1)
@@ -65,7 +70,9 @@ def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: boo
 
 
 class RunWithBudget:
-    """A mixin with the processes and the budget of a run: list it before the trainer among the base classes."""
+    """A mixin that gives a trainer the processes and the budget of its run. It must precede the trainer in the list of
+    base classes.
+    """
 
     accelerator: Any
     args: Any
@@ -76,12 +83,14 @@ class RunWithBudget:
 
     @property
     def _process_group(self) -> ProcessGroup | None:
-        """The group of all processes; None for a single process, which does not use torch.distributed."""
+        """The process group of all processes. None for a single process, which does not use torch.distributed."""
         return torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
 
     @property
     def _multiple(self) -> int:
-        """The number of kept rows must be a multiple of this, so that all processes' micro-batches have equal size."""
+        """The number of kept rows is a multiple of this value, so that all micro-batches of all processes have equal
+        sizes.
+        """
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property
@@ -93,8 +102,8 @@ class RunWithBudget:
         return self._selection.budget(self._progress, self.num_generations)
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
-        """For the rule "random": a generator seeded with the step, so it is the same on all processes and after a
-        resume.
+        """Returns the generator for the rule "random", or None for another rule. Its seed depends on the run's seed and
+        the step, so it draws the same values on all processes, and again after a resume.
         """
         step = self.state.global_step
         if self.args.rollout_rule != "random":

@@ -1,4 +1,6 @@
-"""Checks that the tests cover a trainer's version: the integrations override private methods, which may change."""
+"""Checks that the tests cover the installed version of a trainer. The integrations override private methods, which
+another version may change.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from packaging.version import Version
 
 
 def untested(package: str, found: str, oldest: str, before: str, tests: str) -> str | None:
-    """Returns an error message if the tests do not cover this version of a trainer. If the user allows untested
-    versions, warns and returns None. ``tests`` is the folder of the tests.
+    """Returns an error message if the tests do not cover ``found``, the installed version of the trainer ``package``.
+    If the user allows untested versions, warns instead, and returns None. ``tests`` is the folder of the trainer's
+    tests.
     """
     if Version(oldest) <= Version(found) and Version(found).release < Version(before).release:
         return None

@@ -1,4 +1,6 @@
-"""Which queries to train on: the profile of the initial policy, sGPO's plan from it, and the sampler for the plan."""
+"""The choice of the queries to train on: a profile of the initial policy, sGPO's plan, which is made from the profile,
+and a sampler, which serves the plan.
+"""
 
 from .plan import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .profile import load_profile

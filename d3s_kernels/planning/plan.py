@@ -1,4 +1,6 @@
-"""Which queries to train on, in which order, and with how many rollouts each: sGPO's plan, from one profiling pass."""
+"""sGPO's plan: which queries to train on, in which order, and with how many rollouts each. The plan is made from one
+profiling pass.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,21 @@ NOT_TRAINED = -1
 """The phase of a query that is not trained on."""
 
 EVERY_PHASE = -2
-"""The phase and the group size of a kept unsolved query: every phase serves it, with the group size of that phase."""
+"""Both the phase and the group size of a kept unsolved query. Every phase serves such a query, with the phase's group
+size.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutPlan(Generic[Array]):
-    """The result of :func:`plan_rollouts`. Arrays are int64, with one value per query, and of the same kind as
-    ``successes``.
+    """The result of :func:`plan_rollouts`. Its arrays are int64 and have one value per query. They are tensors if
+    ``successes`` was a tensor, else NumPy arrays.
 
     Attributes:
-        group_size: rollouts of the query; 0 if it is not trained on; ``EVERY_PHASE`` (-2) for a kept unsolved query,
-            which takes the group size of the phase that serves it.
-        phase: the phase of the query, from 0 (the smallest group size, the easiest queries); ``NOT_TRAINED`` (-1); or
-            ``EVERY_PHASE`` for a kept unsolved query.
+        group_size: the number of rollouts of the query; 0 if the query is not trained on; ``EVERY_PHASE`` (-2) for a
+            kept unsolved query, which every phase serves with the phase's own group size.
+        phase: the phase of the query, from 0 (the smallest group size, the easiest queries) on; ``NOT_TRAINED`` (-1) if
+            the query is not trained on; ``EVERY_PHASE`` for a kept unsolved query.
         phase_sizes: the group size of each phase, ascending. Every phase has at least one query of its own.
     """
 
@@ -47,7 +51,9 @@ class RolloutPlan(Generic[Array]):
     phase_sizes: tuple[int, ...]
 
     def queries(self, phase: int) -> Array:
-        """The queries that ``phase`` serves, int64, ascending: its own queries and all kept unsolved ones."""
+        """Returns the indices of the queries that ``phase`` serves, int64, ascending: the phase's own queries and all
+        kept unsolved queries.
+        """
         phase = whole_number("phase", phase)
         if not 0 <= phase < len(self.phase_sizes):
             raise ValueError(f"phase: got {phase}; takes 0 to {len(self.phase_sizes) - 1}")
@@ -65,42 +71,43 @@ def plan_rollouts(
     rule: Literal["buckets", "inverse_success_rate"] = "buckets",
     seed: int = 0,
 ) -> RolloutPlan[Array]:
-    """sGPO's plan (arXiv 2606.08854): large groups where successes are rare, and the easy queries first.
+    """Makes sGPO's plan (arXiv 2606.08854): rarely solved queries get large groups, and easy queries come first.
 
-    With p = successes / samples, the rate at which the initial policy solves a query:
+    Let p = successes / samples be the rate at which the initial policy solves a query. The plan depends on p:
 
-    - p > ``trivial_above``: trivial, not trained on.
-    - p = 0: unsolved. A random share ``keep_unsolved`` of them is served in every phase, with that phase's group size;
-      the rest is not trained on.
-    - Otherwise: a group of about 1 / p, in which one success is expected. "buckets" takes the largest of
-      ``group_sizes`` that is at most 1 / p, or the smallest if none is; "inverse_success_rate" takes 1 / p rounded up,
-      clamped to the smallest and the largest. Queries with the same size form a phase, and small groups come first.
+    - p > ``trivial_above``: the query is trivial, and is not trained on.
+    - p = 0: the query is unsolved. A random share ``keep_unsolved`` of the unsolved queries is served in every phase,
+      with that phase's group size; the other unsolved queries are not trained on.
+    - Otherwise: the group size is about 1 / p, so that one success is expected in a group. "buckets" chooses the
+      largest of ``group_sizes`` that is at most 1 / p, or the smallest one if all are larger. "inverse_success_rate"
+      rounds 1 / p up, and clamps it to the range of ``group_sizes``. Queries with the same group size form a phase.
+      Phases are in ascending order of group size.
 
     p is never rounded: 7 of 10 is not above 0.7. The paper profiles with 8 samples at one temperature, and has buckets
-    for powers of two. These rules cover what the paper leaves open:
+    for powers of two. The following rules cover what the paper leaves open:
 
-    - Other sample counts and other group sizes use the same comparisons of p, with exact fractions.
-    - The number of kept unsolved queries is ``keep_unsolved`` times the number of unsolved ones, rounded half up. They
-      are drawn with ``seed`` once for all phases.
-    - A group size without a query has no phase. If every query is trivial or unsolved, there is no phase at all: kept
-      queries are never served, and :class:`PlanSampler` refuses the plan.
+    - With other numbers of samples or other group sizes, p is compared in the same way, with exact fractions.
+    - The number of kept unsolved queries is ``keep_unsolved`` times the number of unsolved queries, rounded half up.
+      The kept queries are drawn once for all phases, with ``seed``.
+    - A group size without a query has no phase. If every query is trivial or unsolved, there is no phase at all: no
+      query is served, not even a kept unsolved one, and :class:`PlanSampler` refuses the plan.
 
     Args:
-        successes: ``[queries]``, whole numbers: a tensor or NumPy array of any integer dtype.
-        samples: the number of samples, at least 1: one number for all queries, or ``[queries]`` of the kind of
-            ``successes``.
+        successes: the number of successes of each query, ``[queries]``: a tensor or NumPy array of any integer dtype.
+        samples: the number of samples of each query, at least 1: either one number for all queries, or ``[queries]``, a
+            tensor if ``successes`` is a tensor, else a NumPy array.
         trivial_above: in [0, 1].
         keep_unsolved: in [0, 1].
-        group_sizes: whole numbers of at least 2, ascending: in a group of one the advantage is always 0.
+        group_sizes: whole numbers of at least 2, ascending. (In a group of one, the advantage is always 0.)
         rule: "buckets" or "inverse_success_rate".
         seed: any whole number.
 
     Returns:
-        :class:`RolloutPlan`: tensors on the device of ``successes``, or arrays.
+        A :class:`RolloutPlan`, with tensors on the device of ``successes``, or with NumPy arrays.
 
     Raises:
-        ValueError, TypeError: a query without samples, more successes than samples, a wrong shape, dtype, kind, share,
-            group size or rule.
+        ValueError, TypeError: a query has no samples, or more successes than samples; an argument has a wrong shape,
+            dtype, type or value.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -119,7 +126,7 @@ def plan_rollouts(
     seed = whole_number("seed", seed)
 
     size_of: dict[tuple[int, int], int] = {}
-    for solved, sampled in set(profile):  # once for each distinct pair: there are few
+    for solved, sampled in set(profile):  # once for each distinct pair, since there are few
         if solved == 0 or solved * trivial.denominator > sampled * trivial.numerator:  # unsolved, or p > trivial
             continue
         if rule == "buckets":
@@ -140,7 +147,7 @@ def plan_rollouts(
 
 
 def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
-    """The successes and samples of each query, checked."""
+    """Checks the arguments. Returns a pair (successes, samples) for each query."""
     solved = _counts("successes", successes)
     if isinstance(samples, numbers.Integral) and not isinstance(samples, bool):
         sampled = [int(samples)] * len(solved)
@@ -163,8 +170,8 @@ def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
 
 
 def _counts(name: str, values: Any) -> list[int]:
-    """The values of a 1-D tensor or NumPy array of whole numbers, as a list."""
-    numpy = sys.modules.get("numpy")  # imported already if an array was given; torch does not need it
+    """Returns the values of a 1-D tensor or NumPy array of whole numbers as a list."""
+    numpy = sys.modules.get("numpy")  # if ``values`` is an array, NumPy is imported already; torch does not need it
     if isinstance(values, Tensor):
         whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
     elif numpy is not None and isinstance(values, numpy.ndarray):
@@ -179,7 +186,7 @@ def _counts(name: str, values: Any) -> list[int]:
 
 
 def _share(name: str, value: float) -> Fraction:
-    """The number as a fraction of its decimal text: 0.1 is exactly one tenth."""
+    """Returns the fraction that the decimal text of ``value`` denotes: 0.1 is exactly one tenth."""
     if value is not None:
         require_number(**{name: value})
     if value is None or not 0 <= value <= 1:
@@ -188,16 +195,16 @@ def _share(name: str, value: float) -> Fraction:
 
 
 def _like(kind: Array, values: list[int]) -> Array:
-    """The values as int64: a tensor on the device of ``kind``, or a NumPy array if ``kind`` is one."""
+    """Returns the values as int64: a tensor on the device of ``kind``, or a NumPy array if ``kind`` is an array."""
     tensor = torch.tensor(values, dtype=torch.int64)
     return tensor.to(kind.device) if isinstance(kind, Tensor) else tensor.numpy()
 
 
 def shuffled(count: int, *key: object) -> Tensor:
-    """The integers from 0 to ``count`` - 1, as int64, in a random order seeded by ``key``.
+    """Returns the integers from 0 to ``count`` - 1, as int64, in a random order that depends only on ``key``.
 
-    A restart needs the same order again, perhaps under newer libraries. Python guarantees the same numbers from
-    ``random()`` in every release; torch and NumPy give no such guarantee for their permutations.
+    A restarted run needs the same order again, perhaps with newer libraries. Python guarantees that ``random()``
+    returns the same numbers in every release; torch and NumPy give no such guarantee for their permutations.
     """
     generator = random.Random("/".join(map(str, key)))
     drawn = [generator.random() for _ in range(count)]

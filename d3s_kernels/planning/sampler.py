@@ -17,39 +17,42 @@ from .plan import RolloutPlan, shuffled
 
 
 class PlanSampler(Sampler[int]):
-    """The queries of a :class:`RolloutPlan`, for a DataLoader: all phases in order, shuffled within each epoch.
+    """A sampler for a DataLoader that serves the queries of a :class:`RolloutPlan`: all phases in order, each epoch
+    shuffled.
 
-    One pass is the whole curriculum: ``epochs`` times the queries of phase 0, then those of phase 1, and so on. The
-    order depends only on ``seed``, phase and epoch, and is the same on every machine. A pass begins at the first row.
-    After ``load_state_dict`` the next pass continues at the saved row; if that was the end, the next pass has no rows.
+    One pass is the whole curriculum: the queries of phase 0, ``epochs`` times, then the queries of phase 1, and so on.
+    The order depends only on ``seed``, phase and epoch, and is the same on every machine. A pass begins at the first
+    row. But after ``load_state_dict``, the next pass begins at the saved row; if the saved row was the end, this pass
+    has no rows.
 
-    With ``batch_size``, the number of rows of each phase is a multiple of ``batch_size``. So the loader's batches of
-    that size never mix two phases. No row is dropped: the last batch of a phase is filled with the first queries of one
+    With ``batch_size``, the number of rows of each phase is a multiple of ``batch_size``. So no batch of this size
+    contains rows of two phases. No row is dropped: the last batch of a phase is filled with the first queries of one
     more epoch. These queries are served once more than the others.
 
-    **The position of a pass** is the number of rows it has served, and ``state_dict()`` saves it. torchdata's
-    StatefulDataLoader (used by verl) saves the position of the batch that the trainer has, even if its workers have
-    already fetched more. A plain DataLoader with workers reads ahead of the trainer by up to
-    ``num_workers * prefetch_factor`` batches, and accelerate's reads one batch ahead. Then ``state_dict()``, ``phase``
-    and ``group_size`` are ahead too. A trainer that knows its number of consumed rows can pass it:
-    ``state_dict(consumed=rows)``, ``phase_at(row)``. A trainer that skips consumed rows itself, like transformers',
-    needs no state.
+    **The position of a pass** is the number of rows that the pass has served. ``state_dict()`` saves the position.
+    torchdata's StatefulDataLoader (used by verl) saves the position of the batch that the trainer has, even if the
+    loader's workers have already fetched more. A plain DataLoader with workers reads ahead of the trainer by up to
+    ``num_workers * prefetch_factor`` batches, and accelerate's loader reads one batch ahead. With these loaders,
+    ``state_dict()``, ``phase`` and ``group_size`` are ahead of the trainer too. A trainer that knows how many rows it
+    has consumed can pass this number: ``state_dict(consumed=rows)``, ``phase_at(row)``. A trainer that skips consumed
+    rows itself, like the trainer of transformers, needs no state.
 
     Args:
-        plan: with at least one phase.
-        epochs: how often each phase serves its queries, at least once: one number for all phases, or one for each
-            phase.
+        plan: a plan with at least one phase.
+        epochs: the number of times that a phase serves its queries, at least 1: either one number for all phases, or a
+            number for each phase.
         seed: any whole number.
-        repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout
-            (TRL's RepeatSampler), instead of once.
-        batch_size: rows of the loader's batches; with ``repeat`` a multiple of each phase's group size.
+        repeat: whether to serve each query ``group_size`` times in a row instead of once. This is for trainers that
+            take one row per rollout, as TRL does with its RepeatSampler.
+        batch_size: the number of rows in a batch of the loader. With ``repeat``, it must be a multiple of each phase's
+            group size.
 
     Attributes:
-        starts: the first row of each phase. A trainer that sees phase 0 converge can start the next pass with phase 1:
-            ``sampler.load_state_dict(sampler.state_dict(sampler.starts[1]))``.
+        starts: the index of each phase's first row. If phase 0 has converged, a trainer can begin the next pass at
+            phase 1: ``sampler.load_state_dict(sampler.state_dict(sampler.starts[1]))``.
 
     Raises:
-        ValueError, TypeError: a plan without a phase; a bad value of epochs, seed, repeat or batch_size; a state that
+        ValueError, TypeError: the plan has no phase; epochs, seed, repeat or batch_size has a bad value; a loaded state
             was saved with another plan or other arguments.
 
     Example:
@@ -102,7 +105,7 @@ class PlanSampler(Sampler[int]):
         self._ends = list(accumulate(rows))
         self.starts = (0, *self._ends[:-1])
         lists = [queries.tolist() for queries in self._queries]
-        self._identity = {  # the order depends on these, so a state must agree with them
+        self._identity = {  # the order depends on these values, so a loaded state must have the same values
             "plan": hashlib.sha256(repr((plan.phase_sizes, lists)).encode()).hexdigest()[:16],
             "epochs": list(self.epochs),
             "seed": self.seed,
@@ -113,7 +116,7 @@ class PlanSampler(Sampler[int]):
         self._continues = False
 
     def __len__(self) -> int:
-        """The number of rows of a complete pass, even if the next pass continues in the middle."""
+        """Returns the number of rows of a complete pass, even if the next pass begins in the middle."""
         return self._ends[-1]
 
     def __iter__(self) -> Iterator[int]:
@@ -123,23 +126,25 @@ class PlanSampler(Sampler[int]):
 
     @property
     def phase(self) -> int:
-        """The phase of the last row that was served, or of the first row if none was."""
+        """The phase of the latest served row, or of the first row if no row was served yet."""
         return self.phase_at(max(self._position - 1, 0))
 
     @property
     def group_size(self) -> int:
-        """Rollouts of each query in ``phase``."""
+        """The number of rollouts of each query in ``phase``."""
         return self.plan.phase_sizes[self.phase]
 
     def phase_at(self, row: int) -> int:
-        """The phase of a row of the pass, counted from 0."""
+        """Returns the phase of the row with the index ``row`` in a pass."""
         row = whole_number("row", row)
         if not 0 <= row < len(self):
             raise ValueError(f"row: got {row}; takes 0 to {len(self) - 1}")
         return bisect_right(self.starts, row) - 1
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The position of the pass: after the rows served, or after ``consumed`` rows where a loader reads ahead."""
+        """Returns the state of the pass. Its position is the number of served rows, or ``consumed`` if this is given,
+        which is for loaders that read ahead.
+        """
         position = self._position if consumed is None else whole_number("consumed", consumed)
         if not 0 <= position <= len(self):
             raise ValueError(f"consumed: got {consumed}; takes 0 to {len(self)}")
@@ -162,8 +167,8 @@ class PlanSampler(Sampler[int]):
         self._position, self._continues = position, True
 
     def _serve(self, row: int) -> Iterator[int]:
-        """The queries from ``row`` on."""
-        self._continues = False  # when the first row is read, since loaders also make iterators that they never read
+        """Yields the queries of the rows from ``row`` on."""
+        self._continues = False  # only when the first row is read: loaders also make iterators that they never read
         for phase, (begin, end) in enumerate(zip(self.starts, self._ends, strict=True)):
             queries, repeats = self._queries[phase], self._repeats[phase]
             while row < end:

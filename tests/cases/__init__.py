@@ -1,1 +1,3 @@
-"""A table of all ops, for all checks: how an op's arguments are drawn, what it means, how far a result may be off."""
+"""The table of all ops, which all checks use. For each op it has a function that draws the arguments, the exact
+results, and the allowed errors of the results.
+"""

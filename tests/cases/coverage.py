@@ -1,4 +1,4 @@
-"""Checks that a suite has reached every op that it has to reach. The error names the ops that are missing."""
+"""Checks that a suite has called every op that it has to call. The error names the missing ops."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .table import OPS
 
 
 def served_by(*by: ServedBy) -> set[str]:
-    """The ops of the table whose ``served_by`` is one of these."""
+    """Returns the names of the ops whose ``served_by`` in the table is one of the given values."""
     return {name for name, row in OPS.items() if row.served_by in by}
 
 
 def replaced() -> set[str]:
-    """The ops whose CPU kernel has been replaced by another kernel."""
+    """Returns the names of the ops whose CPU kernel has been replaced by another kernel."""
     return {op for op in registered() if "CPU (inactive)" in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
 
 
 def require_all(what: str, found: Iterable[str], expected: Iterable[str]) -> None:
-    """Raises unless ``found`` and ``expected`` are the same ops."""
+    """Raises an AssertionError unless ``found`` and ``expected`` contain the same ops."""
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)

@@ -1,4 +1,4 @@
-"""Random arguments from a seed: scalars, shapes, strides, segments, and values with ties, NaN and infinities.
+"""Draws random arguments from a seed: scalars, shapes, strides, segments, and values with ties, NaN and infinities.
 
 All tensors are drawn on the CPU, so that every device gets the same values.
 """
@@ -17,23 +17,23 @@ from torch import Tensor
 _Any = TypeVar("_Any")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ROOM = 1 << 16  # a tensor may always have so many elements, however short its rows and segments are
-MOST_ROWS = 4096  # of logits with spans: drawing a row's span takes Python some 50 us
-# A few distinct values, so that most segments have ties; and values that are not finite.
+ROOM = 1 << 16  # a tensor with several pieces may have at least this many elements, even if the pieces are short
+MOST_ROWS = 4096  # the maximum number of rows of logits with spans: Python needs some 50 us to draw a row's span
+# REPEATED has few values, so that most segments have ties. SPECIAL has the values that are not finite.
 REPEATED = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0)
 SPECIAL = (math.inf, -math.inf, math.nan)
 
 
 class Draw:
-    """Draws the arguments of a call. All arguments follow from integers, which are recorded in ``choices``.
+    """Draws the arguments of a call. All arguments are computed from integers, which are recorded in ``choices``.
 
-    The integers are drawn with the seed, or repeat the given ``choices``. After the last given choice, each further
-    integer is the lowest possible, which always means the simplest argument. So smaller choices make a failing call
-    smaller.
+    The integers are either drawn with the seed, or taken from the given ``choices``. If ``choices`` has too few
+    integers, each further integer is the lowest possible one, which always means the simplest argument. So a failing
+    call becomes simpler if its choices become smaller or fewer.
 
     Args:
         seed: the seed of the choices.
-        most: the largest length of a row or a segment.
+        most: the maximum length of a row or a segment.
         choices: the choices of another draw, to draw the same arguments again.
     """
 
@@ -46,7 +46,7 @@ class Draw:
     # ---- choices ----------------------------------------------------------------------------------------------------
 
     def integer(self, low: int, high: int) -> int:
-        """An integer from low to high, both included."""
+        """Draws an integer from ``low`` to ``high``, both included."""
         place = len(self.choices)
         if self._given is None:
             value = self._random.randint(low, high)
@@ -56,7 +56,7 @@ class Draw:
         return value
 
     def choice(self, options: Sequence[_Any]) -> _Any:
-        """One of the options, of which the first is the simplest."""
+        """Draws one of the options. The first option is the simplest one."""
         return options[self.integer(0, len(options) - 1)]
 
     def flag(self) -> bool:
@@ -69,7 +69,9 @@ class Draw:
         return self.choice((None, value))
 
     def length(self, low: int = 0, high: int | None = None) -> int:
-        """A length. Small and large ones are equally likely, and many are just below, at or above a power of two."""
+        """Draws a length. Small and large lengths are equally likely. Many lengths are a power of two, or differ from
+        it by one.
+        """
         high = self.most if high is None else min(high, self.most)
         size = 1 << self.integer(0, max(high, 1).bit_length())
         value = size + self.integer(-1, 1) if self.flag() else self.integer(0, size)
@@ -78,11 +80,13 @@ class Draw:
     # ---- shapes -----------------------------------------------------------------------------------------------------
 
     def room(self, elements: int) -> int:
-        """How many pieces of so many elements fit into one tensor."""
+        """Returns how many pieces fit into one tensor, if each piece has ``elements`` elements."""
         return max(1, max(8 * self.most, ROOM) // max(1, elements))
 
     def rows(self, columns: int, least_dims: int = 0) -> tuple[int, ...]:
-        """Up to two leading dimensions for rows with ``columns`` elements. The number of all elements is limited."""
+        """Draws up to two leading dimensions for a tensor whose rows have ``columns`` elements. The total number of
+        elements is limited.
+        """
         most = max(1, 8 * self.most // max(1, columns))
         dims = self.integer(least_dims, max(least_dims, 2))
         if dims == 0:
@@ -91,12 +95,12 @@ class Draw:
         return (first,) if dims == 1 else (first, self.integer(1, max(1, most // max(1, first))))
 
     def wide(self, columns: int) -> int:
-        """``columns``, or more columns if rows this short would allow more than MOST_ROWS rows."""
+        """Returns ``columns``, or a larger number for which :meth:`rows` draws at most MOST_ROWS rows."""
         return max(columns, 8 * self.most // MOST_ROWS)
 
     def offsets(self, columns: int = 1) -> Tensor:
-        """The offsets of up to six ragged segments, some of them empty. Segments consist of rows of ``columns``
-        elements.
+        """Draws the offsets of up to six ragged segments, some of which are empty. A segment consists of rows, each
+        with ``columns`` elements.
         """
         lengths, left = [], max(1, 8 * self.most // max(1, columns))
         for _ in range(self.integer(0, 6)):
@@ -106,7 +110,7 @@ class Draw:
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
 
     def segments(self) -> tuple[tuple[int, ...], Tensor | None]:
-        """The shape of segmented values, and the offsets, which are None if the rows of that shape are the segments."""
+        """Draws the shape of segmented values, and their offsets. If the offsets are None, each row is a segment."""
         if self.flag():
             offsets = self.offsets()
             return (int(offsets[-1]),), offsets
@@ -116,11 +120,11 @@ class Draw:
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def generator(self) -> torch.Generator:
-        """A generator for the values of one tensor."""
+        """Returns a generator with a drawn seed, for the values of one tensor."""
         return torch.Generator().manual_seed(self.integer(0, 2**31))
 
     def laid_out(self, tensor: Tensor, turned: bool = True) -> Tensor:
-        """The same values in a random layout: packed, misaligned, with gaps between rows, or (if ``turned``)
+        """Returns the same values in a random layout: packed, misaligned, with gaps between rows, or (if ``turned``)
         transposed.
         """
         layout = self.choice(("packed", "packed", "misaligned", "apart", "turned"))
@@ -134,7 +138,7 @@ class Draw:
         return tensor
 
     def normal(self, generator: torch.Generator, dtype: torch.dtype, *shape: int, deviation: float = 1.0) -> Tensor:
-        """Normally distributed values, in any layout of rows."""
+        """Draws normally distributed values, in a random layout, but not transposed."""
         return self.laid_out((torch.randn(shape, generator=generator) * deviation).to(dtype), turned=False)
 
     def values(
@@ -145,7 +149,9 @@ class Draw:
         special: Sequence[float] = SPECIAL,
         turned: bool = True,
     ) -> Tensor:
-        """Normally distributed values, or a few distinct values with ties; sometimes special values among them."""
+        """Draws normally distributed values, or a few distinct values with ties. Sometimes replaces some of them by
+        special values.
+        """
         generator = self.generator()
         values = torch.randn(shape, generator=generator)
         if self.flag():
@@ -162,7 +168,9 @@ class Draw:
         return self.laid_out(torch.rand(shape, generator=self.generator()) < share)
 
     def logits(self, columns: int, least_dims: int = 0) -> Tensor:
-        """Logits like a model's. In some rows one token is far above the rest; some rows are far from 0."""
+        """Draws logits like a model's. In some rows, the logit of one token is far above the others. In some rows, all
+        logits are far from 0.
+        """
         generator, shape = self.generator(), (*self.rows(self.wide(columns), least_dims), columns)
         logits = torch.randn(shape, generator=generator) * self.choice((3.0, 0.1, 30.0))
         flat = logits.view(-1, columns)
@@ -170,14 +178,14 @@ class Draw:
             flat[1::4, 0] += 30
             flat[2::4] += 1000
             flat[3::4] -= 1000
-        if self.flag():  # but never a whole row
+        if self.flag():  # some logits become -inf, but never a whole row
             flat[:, 1:][torch.rand(flat[:, 1:].shape, generator=generator) < 0.2] = -math.inf
         if self.rarely():
             logits[torch.rand(shape, generator=generator) < 0.02] = self.choice((math.nan, math.inf, -math.inf))
         return self.laid_out(logits.to(self.choice(FLOATS)), turned=False)
 
     def labels(self, rows: tuple[int, ...], vocabulary: int) -> Tensor:
-        """A label for each row; about one in four rows has none (-100)."""
+        """Draws a label for each row. About one in four rows has no label (-100)."""
         generator = self.generator()
         labels = torch.randint(vocabulary, rows, generator=generator)
         labels[torch.rand(rows, generator=generator) < 0.25] = -100
@@ -192,8 +200,8 @@ class Draw:
         bound: bool = True,
         optional: bool = True,
     ) -> dict[str, Any]:
-        """A sampling mask. A span may have one token, all tokens, or none, and is unsorted. If ``optional``, there is
-        often no sampling mask.
+        """Draws the arguments of a sampling mask. A span may have one token, all tokens, or no token, and is unsorted.
+        If ``optional``, there is often no sampling mask. If ``bound``, ``max_dense_rows`` is sometimes too small.
         """
         if optional and self.flag():
             return {}
@@ -220,7 +228,9 @@ class Draw:
         }
 
     def number_or_tensor(self, value: float, name: str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-        """An op has two arguments for such a value: a number, or a tensor instead. This draws one of them."""
+        """Draws one of the two arguments that an op has for the same value: ``name``, a Python number, or
+        ``name_tensor``, a tensor.
+        """
         tensor = torch.tensor(value, dtype=self.choice(dtypes))
         return self.choice(({name: value}, {f"{name}_tensor": tensor}))
 

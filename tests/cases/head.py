@@ -1,4 +1,4 @@
-"""The LM head, and the matrix products for only the kept tokens."""
+"""The ops of the LM head, and of its matrix products for only the kept tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _RULES = _exact.FUNCTIONS["linear_logprob_entropy"]
 
 
 def _rule(name: str) -> Allowed:
-    """The allowed error of the head's result or gradient of that name. (tests/test_head.py has a tighter rule.)"""
+    """Returns the rule for the allowed error of the head's result or gradient ``name``. (tests/test_head.py has a
+    tighter rule.)
+    """
     rule = {**_RULES.results, **_RULES.gradients}[name]
     return lambda exact, arguments: rule(exact, with_incoming("linear_logprob_entropy", arguments))
 
@@ -32,7 +34,7 @@ _GRADIENTS = {name: _rule(name) for name in ("hidden", "weight", "bias")}
 
 
 def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Arguments:
-    """A head whose logits have a standard deviation of about 3, like a language model's."""
+    """Draws the arguments of a head. Its logits have a standard deviation of about 3, as in a language model."""
     dtype, generator = draw.choice(dtypes), draw.generator()
     return {
         "hidden": draw.normal(generator, dtype, *rows, width),
@@ -46,7 +48,9 @@ def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """The public results. The op's other results matter only as inputs of the gradient, which is compared."""
+    """Computes the results of the public function. The op has two more results. They are not compared, because they
+    matter only for the gradient, which is compared.
+    """
     return *public("linear_logprob_entropy")(**given), None, None
 
 
@@ -67,7 +71,7 @@ def linear_logprob_entropy(draw: Draw) -> Arguments:
 
 
 def _meaning_of_backward(wanted: Sequence[bool], **given: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of the public function. None for a gradient that is not wanted."""
+    """Computes the gradients of the public function. A gradient that is not wanted is None."""
     leaves = {name: given[name] for name in ("hidden", "weight", "bias")}
     leaves = {name: None if leaf is None else leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
     with torch.enable_grad():
@@ -87,7 +91,7 @@ def _logits(given: Arguments) -> Tensor:
 @op(_meaning_of_backward, results=_GRADIENTS, served_by="composed")
 def linear_logprob_entropy_backward(draw: Draw) -> Arguments:
     given: Arguments = {"temperature": 1.0, "temperature_tensor": None} | detached(linear_logprob_entropy(draw))
-    given["max_rows"] = None  # a bound for the forward alone
+    given["max_rows"] = None  # a bound that only the forward has
     given["max_grad_rows"] = draw.choice((None, math.prod(given["labels"].shape)))
     wanted = draw.choice(([True, True, True], [True, False, False], [False, True, False]))
     given["wanted"] = [*wanted[:2], wanted[2] and given["bias"] is not None]
@@ -98,7 +102,7 @@ def linear_logprob_entropy_backward(draw: Draw) -> Arguments:
 
 
 def _kept(draw: Draw) -> Arguments:
-    """The head of a few rows with a sampling mask."""
+    """Draws the arguments of a head for a few rows with a sampling mask."""
     width = draw.length(1, 70)
     vocabulary, rows = draw.length(1, draw.room(width)), draw.length(0, 12)
     given = _head(draw, width, vocabulary, (rows,), FLOATS)
@@ -106,7 +110,9 @@ def _kept(draw: Draw) -> Arguments:
 
 
 def _near_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Some rounding steps of the sum of all terms' magnitudes, at float32 and at the logits' dtype."""
+    """Returns the allowed error of a product: some rounding steps, in float32 and in the logits' dtype, of a value as
+    large as the sum of the terms' magnitudes.
+    """
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
     terms = float((hidden @ weight.T).max()) if len(hidden) and len(weight) else 0.0
     if arguments.get("bias") is not None and len(weight):
@@ -124,7 +130,7 @@ def kept_logits(draw: Draw) -> Arguments:
 
 
 def _gradient_of_places(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """The allowed error of a gradient of logits, and some rounding steps for the slope of a soft cap."""
+    """Returns the allowed error of a gradient of logits, including some rounding steps for a soft cap's slope."""
     temperature = torch.as_tensor(public_arguments("entropy", arguments).get("temperature", 1.0))
     coldest = float(temperature.min()) if temperature.numel() else 1.0
     given = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
@@ -141,16 +147,19 @@ def kept_logits_backward(draw: Draw) -> Arguments:
 
 
 def _near_sum(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Some rounding steps of the sum of all terms' magnitudes, and of the total in the dtype of ``out``."""
+    """Returns the allowed error of a sum: some float32 rounding steps of a value as large as the sum of the terms'
+    magnitudes, and some rounding steps of the total in the dtype of ``out``.
+    """
     matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
-    most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1: the factor of the bias
+    most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1 is the factor of the bias
     limit = 2**-21 * most * arguments["grad"].double().abs().sum() * torch.ones(exact.shape)
     return limit + 2 * torch.finfo(arguments["out"].dtype).eps * (exact.abs().nan_to_num() + limit)
 
 
 def _places(draw: Draw) -> Arguments:
-    """Hidden states, a weight, and places. First come the places of the kept tokens of all rows, then one place for
-    each row's label. Some places have no gradient.
+    """Draws hidden states, a weight, and places, the entries of the flat list of kept logits: place i belongs to row
+    ``rows[i]`` and token ``tokens[i]``. First come the places of the kept tokens of all rows, then one place for each
+    row's label. A place without a gradient has the row -1.
     """
     width = draw.length(1)
     vocabulary = draw.length(1, draw.room(width))
@@ -183,7 +192,7 @@ def kept_weight_grad_(draw: Draw) -> Arguments:
     generator, dtype = draw.generator(), given["out"].dtype
     given["out"] = draw.normal(generator, dtype, *given["weight"].shape)
     given["bias_out"] = draw.optional(torch.randn(len(given["weight"]), generator=generator).to(dtype))
-    if draw.rarely():  # the gradient of the bias alone
+    if draw.rarely():  # only the bias gets a gradient
         given |= {"hidden": given["hidden"][:, :0], "out": given["out"][:, :0]}
     return given
 

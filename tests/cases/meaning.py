@@ -1,12 +1,12 @@
-"""The meaning of the ops that are not public functions.
+"""Computes the exact results of the ops.
 
-Some ops are steps of other ops. A step means what plain PyTorch computes, here in float64: the kernels of
-``d3s_kernels/_torch`` are separate code from the compiled libraries and from Triton. If plain PyTorch itself is under
-test, a step is compared with its own code. Then the steps are tested only through the ops that consist of them, which
-are compared with ``reference.py``:
+For public functions, ``reference.py`` defines the exact results. Other ops are steps of these functions. The exact
+results of a step are what plain PyTorch computes in float64: the kernels of ``d3s_kernels/_torch`` share no code with
+the compiled libraries and with Triton. If plain PyTorch itself is under test, a step is compared with its own code,
+which proves nothing. But these tests compare the ops that consist of the steps with ``reference.py``:
 
     states, finish, backward      test_softmax_state.py, test_logprob_entropy.py, test_head.py
-    what is kept                  test_sampling_masks.py, test_sampling_masks_head.py
+    ops for only kept tokens      test_sampling_masks.py, test_sampling_masks_head.py
     steps of a top-K search       test_topk_steps.py, test_tokens_across_ranks.py
     importance_ratio_backward     the gradient of importance_ratio
 """
@@ -27,7 +27,7 @@ from d3s_kernels._exact import written_arguments
 
 
 class _Float64(TorchFunctionMode):
-    """Runs code in float64 that is written for float32."""
+    """A mode in which code that is written for float32 computes in float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:
@@ -41,7 +41,9 @@ def _wide(part: Any) -> Any:
 
 
 def step(op: str, wide: bool = False) -> Callable[..., Any]:
-    """The op in plain PyTorch; in float64 if ``wide``. The results begin with the tensors that the op writes."""
+    """Returns a function that computes the op in plain PyTorch, in float64 if ``wide``. Its results are the arguments
+    that the op writes in place, followed by the results of the op.
+    """
     kernel, written, arguments = _torch.KERNELS[op], written_arguments(op), schema_of(op).arguments
 
     def call(**given: Any) -> Any:
@@ -74,13 +76,13 @@ def _in_float64(kernel: Callable[..., Any], known: dict[str, Any]) -> Any:
 
 
 def public(name: str) -> Callable[..., Any]:
-    """The reference's function of that name, in a form that takes an op's arguments."""
+    """Returns a function that takes the arguments of an op, and calls the function ``name`` of ``reference.py``."""
     return lambda **given: getattr(reference, name)(**public_arguments(name, given))
 
 
 def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """An op's arguments as those of the public function: a number and its tensor are one argument, ``pooled`` is a
-    scope.
+    """Converts an op's arguments to arguments of the public function ``name``. For instance, ``ratio`` and
+    ``ratio_tensor`` become one argument, and ``pooled`` becomes ``scope``.
     """
     takes = inspect.signature(getattr(reference, name)).parameters
     tensors = {name: value for name, value in given.items() if name.endswith("_tensor") and value is not None}
@@ -96,5 +98,5 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_incoming(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """As :func:`public_arguments`, with the incoming gradients."""
+    """Returns the result of :func:`public_arguments` and the incoming gradients, grad_logprob and grad_entropy."""
     return public_arguments(name, arguments) | {name: arguments.get(name) for name in ("grad_logprob", "grad_entropy")}

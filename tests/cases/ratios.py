@@ -1,4 +1,4 @@
-"""The weights that a loss gives tokens: ratios, entropy groups and clips."""
+"""The ops that compute the weights of tokens in a loss: importance ratios, entropy groups and clip ranges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tokens import segmented
 
 
 def _groups(draw: Draw, shape: tuple[int, ...]) -> Tensor:
-    """int8 from -2 to 15; a number below 0 means no group."""
+    """Draws the group of each token: int8, from -2 to 15. A value below 0 means that the token has no group."""
     ids = torch.randint(-2, draw.integer(1, 16), shape, generator=draw.generator(), dtype=torch.int8)
     return draw.laid_out(ids)
 
@@ -36,7 +36,7 @@ def _gradient_from_ratios(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
     gradients={"logprob": _gradient},
 )
 def importance_ratio(draw: Draw) -> Arguments:
-    """Log-probabilities of a policy that has moved, mostly by little."""
+    """Draws log-probabilities before and after an update of the policy. Most of them change only by little."""
     shape, offsets = draw.segments()
     generator, level = draw.generator(), draw.choice(("token", "sequence", "entropy_group"))
     old = -20 * torch.rand(shape, generator=generator)

@@ -1,4 +1,6 @@
-"""The rows of the table of ops. Each file of ops draws their arguments, and says beside each draw what the op means."""
+"""The rows of the table of ops. For each op, a file of this folder has a function that draws the op's arguments. The
+function's decorator says how the exact results are computed.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ ServedBy = Literal["kernels", "composed", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row(_exact.Row):
-    """An op or a public function.
+    """A row of the table: an op or a public function.
 
     Attributes:
-        draw: draws the arguments of a valid call, by name.
+        draw: draws the arguments of a valid call; returns a dictionary with their names.
         served_by: what computes the op. "kernels": each back-end has a kernel; "composed": code that calls other ops,
             on every device; "cpu": only the CPU has a kernel.
     """
@@ -44,11 +46,12 @@ def op(
     from_found: bool = False,
     served_by: ServedBy = "kernels",
 ) -> Callable[[DrawArguments], DrawArguments]:
-    """A decorator for a function that draws an op's arguments: puts the op of the same name into the table.
+    """A decorator for a function that draws an op's arguments. It puts the op with the function's name into the table.
 
     Args:
         means: computes the exact results from the same arguments.
-        equals: the names of results that must equal the exact ones. They come after the results in ``results``.
+        equals: the names of the results that must equal the exact results. The op returns them after the results in
+            ``results``.
         results, gradients, from_found: as in ``_exact.Row``.
         served_by: as in :class:`Row`.
     """
@@ -69,13 +72,15 @@ def op(
 
 
 def _drawn_for(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
-    """The drawn arguments that the op takes: one draw function may serve several ops."""
+    """Draws arguments, and returns only those that the op takes: several ops may share a function that draws more."""
     takes = argument_names(name)
     return {argument: part for argument, part in draw_some(draw).items() if argument in takes}
 
 
 def differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
-    """Sometimes makes the named tensors require a gradient. Never with NaN or infinity: the gradient would be NaN."""
+    """Sometimes makes the named tensors require a gradient. A tensor with NaN or +inf never does, since the gradient
+    would be NaN.
+    """
     for name in names:
         tensor = arguments.get(name)
         if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():

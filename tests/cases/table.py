@@ -1,8 +1,10 @@
-"""Every op of ``csrc/library.cpp`` once: how to draw its arguments, what it means, and the allowed errors.
+"""The table of ops. It has each op of ``csrc/library.cpp`` once, with a function that draws the arguments, a function
+that computes the exact results, and the allowed errors.
 
-``tests/test_table.py``, the fuzzer, torch's opcheck, the emulated and the GPU suites and both sanitizer runs go through
-this table. A test fails if an op is missing here. Each of these suites runs all ops of the table that it can run.
-``FUNCTIONS`` has the public functions in the same way. Most functions are one op, and some consist of several ops.
+This table is used by ``tests/test_table.py``, the fuzzer, torch's opcheck, the emulated and the GPU suites, and both
+sanitizer runs. Each of them runs all ops of the table that it can run. A test fails if an op is missing here.
+``FUNCTIONS`` is a table of the public functions, with rows of the same kind. Most functions are one op; some consist of
+several ops.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def _public(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
     return public_arguments(name, draw_some(draw))
 
 
-# The draw of a public function, unless it is that of the op with the same name.
+# The functions that draw the arguments of public functions. A public function that is not listed here has the arguments
+# of the op with the same name.
 _DRAWN: Mapping[str, DrawArguments] = {
     "entropy": vocabulary.rows_of_logits,
     "logprob_entropy": lambda draw: vocabulary.with_labels(draw, vocabulary.rows_of_logits(draw)),

@@ -1,4 +1,4 @@
-"""Segments of scores: the selection of tokens, in one process and in steps across ranks."""
+"""The ops on segments of scores: the selection of tokens, in one process and in steps across ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .meaning import public, public_arguments, step
 from .row import Arguments, op
 
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
-_COUNTS = 2048  # counts of a segment, one for each value of a digit
+_COUNTS = 2048  # the largest number of counts of a segment: one for each value of a digit
 _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
 
 def segmented(draw: Draw, name: str, **options: Any) -> Arguments:
-    """Values, their offsets, a mask, and a bound on the length of a segment."""
+    """Draws values, their offsets, a mask, and an upper bound on the length of a segment."""
     shape, offsets = draw.segments()
     longest = shape[-1] if offsets is None else int(offsets.diff().max()) if len(offsets) > 1 else 0
     return {
@@ -40,7 +40,7 @@ def number(draw: Draw, name: str) -> Arguments:
 
 
 def _advantages(draw: Draw, tokens: tuple[int, ...], offsets: Tensor | None) -> Tensor:
-    """One advantage for all tokens, one for each sequence, or one for each token; float32, as the op takes them."""
+    """Draws float32 advantages: one for all tokens, one for each sequence, or one for each token."""
     sequences = tokens[:-1] if offsets is None else (len(offsets) - 1,)
     return draw.values(draw.choice(((), sequences, tokens)), dtypes=(torch.float32,))
 
@@ -53,7 +53,8 @@ def with_rule(draw: Draw, given: Arguments, rule: str) -> Arguments:
 def _topk_mask(pooled: bool = False, **given: Any) -> Tensor:
     if not pooled:
         return public("topk_mask")(**given)
-    # All segments are pooled into one; k is the number for each segment.
+    # All segments are pooled into one. ``k`` is the number of tokens per segment, so it is multiplied by the number of
+    # segments.
     scores, mask, offsets = given["scores"], given.get("mask"), given.get("offsets")
     options = public_arguments("topk_mask", given) | {"scores": scores.flatten(), "offsets": None}
     options["mask"] = None if mask is None else mask.flatten()
@@ -81,10 +82,10 @@ def select_tokens(draw: Draw) -> Arguments:
 
 
 def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
-    """Arguments of the public function, with the given rule, or with a random rule."""
+    """Draws the arguments of the public function select_tokens, with the given rule, or with a random rule."""
     rule = rule or draw.choice(reference.TOKEN_RULES)
     given = with_rule(draw, public_arguments("select_tokens", select_tokens(draw)), rule)
-    # A quantile pools the batch, and does not keep an exact count.
+    # This rule takes the quantile over the whole batch, and does not keep an exact number of tokens.
     return given | ({"scope": "batch", "drop_zeros": False} if rule == "entropy_quantile" else {})
 
 
@@ -125,7 +126,7 @@ def topk_order_keys(draw: Draw) -> Arguments:
 
 
 def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
-    """Keys, the state of the search after some or all digits, the next digit, and how many keys to keep."""
+    """Draws keys, the state of a search after some or all digits, the next digit, and how many keys to keep."""
     given = topk_order_keys(draw)
     quota = draw.choice((_ratio(draw), number(draw, "k")))
     keys, offsets = step("topk_order_keys")(**given)[0].contiguous(), given["offsets"]
@@ -142,7 +143,9 @@ def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
 
 
 def _counts(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Exact, except for the lowest digit, which no search reaches: masked values, whose key is 0, may count there."""
+    """Returns the allowed errors of the counts: 0, except for the digit value 0. Masked values have the key 0 and may
+    be counted there, since no search reaches this key.
+    """
     limit = torch.zeros(exact.shape, dtype=torch.float64)
     limit[:, 0] = int((arguments["keys"] == 0).sum())
     return limit
@@ -161,6 +164,6 @@ def topk_choose_digit_(draw: Draw) -> Arguments:
 
 @op(step("topk_mask_from_key"), "mask", "zeros", "lowest")
 def topk_mask_from_key(draw: Draw) -> Arguments:
-    """A finished search, and any number of ties that a rank keeps, including none and too many."""
+    """Draws a finished search, and the number of ties that a rank keeps, which may also be too small or too large."""
     given = _searched(draw, all_digits=True)
     return given | {"ties": given["search"][:, 1] + draw.integer(-2, 2), "drop_zeros": draw.flag()}

@@ -1,4 +1,4 @@
-"""Logits: log-probability and entropy, their gradient, and both computed tile by tile."""
+"""The ops on logits: log-probability and entropy, their gradients, and the steps that compute both tile by tile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .row import Arguments, differentiable, op
 STATISTICS = {
     "logprob": _exact.logprob,
     "entropy": _exact.entropy,
-    "row_max": lambda exact, _: torch.zeros(exact.shape).masked_fill(exact.isnan(), math.inf),  # NaN: any value
+    "row_max": lambda exact, _: torch.zeros(exact.shape).masked_fill(exact.isnan(), math.inf),  # NaN: any value passes
     "log_sum": _exact.logprob,
 }
 
@@ -28,7 +28,9 @@ def gradient_of_logits(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
 
 
 def _states(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """The allowed errors of (m, S, T, the label's logit). m and the label's logit are copies, and so are exact."""
+    """Returns the allowed errors of states (m, S, T, the label's logit). m and the label's logit are copies of logits,
+    so they must be exact.
+    """
     total, dot = exact[..., 1].abs(), exact[..., 2].abs()
     most = total.nan_to_num() + dot.nan_to_num()
     unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), math.inf)  # rows with NaN or infinity
@@ -46,7 +48,7 @@ def rows_of_logits(draw: Draw, bound: bool = True) -> Arguments:
 
 
 def with_labels(draw: Draw, given: Arguments) -> Arguments:
-    """Adds labels where they are missing, for the public function, which requires them."""
+    """Adds labels if there are none, because the public function requires labels."""
     if given.get("labels") is None:
         given["labels"] = draw.labels(tuple(given["logits"].shape[:-1]), given["logits"].shape[-1])
         given["include_label"] = True
@@ -54,7 +56,9 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
 
 
 def with_statistics(draw: Draw, given: Arguments) -> Arguments:
-    """Adds a forward's results, and two random incoming gradients. One of them may be missing; some values are 0."""
+    """Adds a forward's results, and random incoming gradients of log-probability and entropy. One of the two gradients
+    may be None; some values are 0.
+    """
     _, *found = step("logprob_entropy")(**given)
     given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
     shape, generator = given["entropy"].shape, draw.generator()
@@ -70,7 +74,9 @@ def detached(given: Arguments) -> Arguments:
 
 
 def alone(given: Arguments, logits: Tensor) -> Arguments:
-    """Replaces the logits by those of only the kept tokens, from first_token on. Elements that are not read are NaN."""
+    """Replaces the logits by a flat list of the kept tokens' logits, only of tokens from ``first_token`` on. Elements
+    of the list that are not read are NaN.
+    """
     ids, rows, first = given["sampling_ids"], len(logits), given.get("first_token") or 0
     flat = torch.full((len(ids) + rows,), math.nan)
     for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
@@ -90,15 +96,17 @@ def _or_kept(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
 
 
 def _merged(rows: int, **tile: Any) -> Tensor:
-    """The states (m, S, T, the label's logit) after one tile, float32 [rows, 4]."""
+    """Returns the states (m, S, T, the label's logit) after one tile, or before the first tile if there is none;
+    float32 ``[rows, 4]``.
+    """
     if "logits" in tile:
         return step("softmax_state_")(state=_merged(rows), **tile)[0]
     return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all four come from
-    step().
+    """Computes the results of the public function, and the maximum and log S, which the backward needs. With
+    ``kept_of``, all four results come from :func:`step`.
     """
     logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
     if given.get("kept_of") is None:
@@ -109,7 +117,7 @@ def _meaning(**given: Any) -> tuple[Any, ...]:
 
 
 def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
-    """Makes the maximum NaN for a row with NaN or infinity, whose maximum may be anything."""
+    """Sets the maximum of each row with NaN or infinity to NaN, because any maximum is right for such a row."""
     return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
 
 
@@ -142,7 +150,7 @@ def logprob_entropy_backward_(draw: Draw) -> Arguments:
 
 @op(step("softmax_state_", wide=True), results={"state": _states})
 def softmax_state_(draw: Draw) -> Arguments:
-    """A tile, and the states after other tiles of the same rows."""
+    """Draws a tile, and the states of its rows after the tiles before it."""
     given = detached(rows_of_logits(draw, bound=False))
     logits, rows = given["logits"], given["logits"].shape[:-1].numel()
     first = draw.integer(0, logits.shape[-1] - 1)
@@ -166,5 +174,5 @@ def softmax_state_finish(draw: Draw) -> Arguments:
         first += tile.shape[-1]
     state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
     if draw.flag():
-        state[..., :1, :] = _merged(1)  # a row of nothing but -inf
+        state[..., :1, :] = _merged(1)  # the state of a row in which all logits are -inf
     return given | {"state": state}

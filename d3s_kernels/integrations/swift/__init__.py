@@ -6,6 +6,6 @@ package does not import ms-swift.
 
 from pathlib import Path
 
-# The file is alone in its folder, since ms-swift puts that folder at the front of sys.path.
+# The plug-in's folder contains nothing else, since ms-swift puts this folder at the front of sys.path.
 PLUGIN = str(Path(__file__).resolve().parent / "plugin" / "d3s_plugin.py")
 """The path of the plug-in."""

@@ -1,7 +1,7 @@
-"""The options of D3S, added to the options of ms-swift's GRPO, and checks for unsupported combinations.
+"""Adds the options of D3S to those of ms-swift's GRPO, and refuses unsupported combinations.
 
-ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add options. The entries
-of ``--model_kwargs`` whose names begin with ``d3s_`` are D3S's options.
+ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add options to the command line.
+Instead, D3S's options are the entries of ``--model_kwargs`` whose names begin with ``d3s_``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from ...trust import weighs
 from .._transformers import check_token_options
 
 PREFIX = "d3s_"
-LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in DENOMINATORS
+LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # supported losses; DENOMINATORS has an entry for each
 
 
 @dataclass
 class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift has no types
-    """ms-swift's ``GRPOConfig`` with the options of D3S (arXiv 2509.22115), read from ``model_kwargs``."""
+    """ms-swift's ``GRPOConfig`` with the options of D3S (arXiv 2509.22115). D3S's options are read from
+    ``model_kwargs``.
+    """
 
-    model_kwargs: dict[str, Any] | None = None  # ms-swift fills in the value of its own option of this name
-    top_entropy_quantile: float = 1.0  # an option of ms-swift too, with the same default
+    model_kwargs: dict[str, Any] | None = None  # ms-swift sets it to its own option of this name
+    top_entropy_quantile: float = 1.0  # ms-swift has this option too, with the same default
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Replaces ms-swift's GRPO trainer and options by those of D3S."""
+"""Replaces the trainer and the options of ms-swift's GRPO by D3S's trainer and options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _HERE = __name__.rpartition(".")[0]
 
 
 def register() -> None:
-    """Registers the trainer for ``--rlhf_type grpo``; other types are left as they are.
+    """Registers D3S's trainer and options for ``--rlhf_type grpo``. Other types do not change.
 
     Raises:
-        ImportError: an untested ms-swift, Megatron-SWIFT, or another plug-in with a trainer for GRPO.
+        ImportError: the version of ms-swift is untested, Megatron-SWIFT is in use, or another plug-in has already
+            replaced GRPO's trainer or options.
     """
     if (wrong := untested("ms-swift", swift.__version__, "4.6", "4.7", "tests/swift")) is not None:
         raise ImportError(wrong)

@@ -24,7 +24,7 @@ _NO_TEACHER = "D3S takes none, since advantages of tokens come after the choice 
 
 
 class Kept(NamedTuple):
-    """The kept tokens of a micro-batch."""
+    """The kept tokens of a micro-batch, and the factors for the gradients of its tokens."""
 
     tokens: Tensor  # bool [rows, tokens]
     weight: Tensor  # the factor for each token's gradient, [rows, tokens]
@@ -33,23 +33,25 @@ class Kept(NamedTuple):
 class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
     """``GRPOTrainer`` of ms-swift that trains on the rollouts and the tokens that D3S chooses.
 
-    Rollouts: once a generation batch has its rewards, rollouts are chosen over all processes, and each process gets the
-    same number. Dropped rollouts are not encoded and enter no forward, not even for old or reference log-probabilities.
+    Rollouts: as soon as a generation batch has its rewards, rollouts are chosen over all processes, and each process
+    gets the same number of them. Dropped rollouts are not encoded, and no forward pass includes them, not even the
+    passes for old and reference log-probabilities.
 
-    Tokens: ms-swift's pass for old log-probabilities over each generation batch also gives the entropies. Exactly the
-    budget's share of all processes' tokens is kept. The loss, KL included, is ms-swift's own, over all valid tokens of
-    the kept rollouts, but gradient flows only through the kept tokens.
+    Tokens: for each generation batch, ms-swift makes a pass for the old log-probabilities. This pass also computes the
+    entropies. Of the tokens of all processes, exactly the budget's share is kept. The loss, including KL, is ms-swift's
+    own and covers all valid tokens of the kept rollouts, but gradient flows only through the kept tokens.
 
-    Evaluation is ms-swift's.
+    Evaluation does not change.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
-        ValueError: a setting that D3S does not support, if the configuration alone does not show it.
-        RuntimeError: in the first step, if the loss does not score tokens exactly once.
+        ValueError: D3S does not support a setting, and the configuration alone does not show this.
+        RuntimeError: the loss does not request the scores of the tokens exactly once. This error comes in the first
+            step.
     """
 
     args: D3SConfig
-    _everyone: Samples | None = None  # this process's rollouts, with the dropped ones; set only while a batch is made
+    _everyone: Samples | None = None  # this process's rollouts, also dropped ones; set only while a batch is made
     _advantages: Tensor  # the advantages of all processes' rollouts
     _kept_advantages: Tensor | None = None  # the advantages of kept rollouts; set only while a batch is made
     _choices_used = 0
@@ -80,11 +82,13 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return self._keep_rollouts(samples)
 
     def _keep_rollouts(self, samples: Samples) -> Samples:
-        """The kept samples, the same number on each process."""
+        """Chooses the rollouts. Returns this process's kept samples; every process has the same number of them."""
         accelerator, n = self.accelerator, self.num_generations
 
         def length(sample: Any) -> int:
-            """The number of tokens of a completion. ms-swift stores one list of token ids, or one list per turn."""
+            """Returns the number of tokens in a completion. ms-swift stores either one list of token ids, or a list per
+            turn.
+            """
             turns = sample.response_token_ids
             return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
 
@@ -107,7 +111,9 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return evenly
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
-        """The advantages of the kept rollouts, which ms-swift asks for after it has made its batches."""
+        """Returns the advantages of the kept rollouts when ms-swift asks for them, after it has made its batches. At
+        any other time, returns ms-swift's own advantages.
+        """
         if self._kept_advantages is not None:
             return self._kept_advantages
         theirs: Tensor = super()._compute_advantages(samples, *arguments)
@@ -116,7 +122,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _get_per_token_logps_and_entropies(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, compute_entropy: bool = False, **options: Any
     ) -> Scores:
-        # The first pass over a batch is the policy's, for old log-probabilities.
+        # ms-swift's first pass over a batch computes the old log-probabilities. It computes the entropies too.
         choosing = self._everyone is not None and grpo_batch.old_per_token_logps is None
         logprob, entropy = super()._get_per_token_logps_and_entropies(
             model, model_inputs, grpo_batch, compute_entropy=compute_entropy or choosing, **options
@@ -132,14 +138,16 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _postprocess_batch(self, samples: Samples, batches: list[dict[str, Any]]) -> None:
         super()._postprocess_batch(samples, batches)
         if self._kept_advantages is not None:
-            # ms-swift has logged the advantages of the kept rollouts. ms-swift's deque holds one generation batch, so
-            # adding the advantages of all rollouts removes those.
+            # ms-swift has just logged the advantages of only the kept rollouts. Its deque has room for one generation
+            # batch, so appending the advantages of all rollouts pushes the logged ones out.
             self._logs["advantages"].extend(self._advantages.tolist())
             self._kept_advantages = None
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])
 
     def _choose_tokens(self, samples: Samples, parts: list[Any]) -> None:
-        """Gives each micro-batch its kept tokens: exactly the budget's share of all processes' tokens."""
+        """Chooses the tokens, exactly the budget's share of all processes' tokens, and stores the choice in each
+        micro-batch.
+        """
         masks = [part.completion_mask.bool() for part in parts]
         if self.overlong_filter:  # ms-swift's loss leaves out truncated completions
             masks = [mask & ~part.truncated_mask.unsqueeze(1) for mask, part in zip(masks, parts, strict=True)]
@@ -156,7 +164,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         entropy = together([part.d3s_entropy for part in parts]).masked_fill(~mask, 0.0)
         log_p = log_q = None
         if ruled := self.args.off_policy_rule != "none":
-            sampled = [part.rollout_per_token_logps for part in parts]  # None for a part with a rollout that lacks some
+            sampled = [part.rollout_per_token_logps for part in parts]  # None if a rollout of the part lacks its values
             if not any(gather_object([logps is not None for logps in sampled])):
                 raise ValueError(
                     f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "
@@ -183,8 +191,8 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         for part, tokens, left, weights in split:
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
-                # ms-swift's num_items_in_batch also counts the tokens of truncated completions; dapo and cispo divide
-                # by it.
+                # The losses dapo and cispo divide by ms-swift's num_items_in_batch, which also counts the tokens of
+                # truncated completions.
                 items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1]
                 items = torch.as_tensor(items, dtype=sums.dtype, device=sums.device) * share
                 weight, _ = gradient_weights(self.loss_type, tokens, left, torch.stack([sums[0], items]).float())
@@ -201,7 +209,9 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return loss
 
     def _log_rollout(self, samples: Samples) -> None:
-        """Logs all rollouts in ms-swift's table of completions, since its rewards and advantages cover all rollouts."""
+        """Logs all rollouts, including dropped ones, in ms-swift's table of completions, because the table's rewards
+        and advantages are those of all rollouts.
+        """
         everyone, self._everyone = self._everyone, None
         super()._log_rollout(samples if everyone is None else everyone)
 

@@ -1,7 +1,7 @@
-"""TRL's generation batch: on which side each field is padded, how to take rows, and how to move rows between ranks.
+"""Functions on TRL's generation batch: they select, join, pad, trim and move its rows.
 
-The batch is a dictionary: token tensors with a row for each rollout, images, and scalars. Each rank holds consecutive
-rows of the whole batch. The rows of a group are consecutive too, and may lie on two ranks.
+A batch is a dictionary. It contains token tensors with a row for each rollout, images, and scalars. Each rank holds
+consecutive rows of the whole batch. The rows of a group are consecutive too, but they may lie on two ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Batch = dict[str, Any]
-SETS = "d3s_sets"  # a batch field: int32 [rows, tokens, width], the set that each completion token was drawn from
+SETS = "d3s_sets"  # a batch field: the set that each completion token was drawn from, int32 [rows, tokens, width]
 
 _PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
 _COMPLETION = {  # padded on the right
@@ -36,13 +36,13 @@ FIELDS = {"advantages", "num_items_in_batch", *_PROMPT, *_COMPLETION, *_BOTH, *I
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """The mask of TRL's loss: the completion's tokens except tool tokens."""
+    """Returns the mask of TRL's loss: the tokens of the completions, except tool tokens."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def take(batch: Batch, rows: Tensor) -> Batch:
-    """These rows of a batch, with their images."""
+    """Returns the given rows of a batch, with the images of these rows."""
 
     def taken(value: Any) -> Any:
         if value is None or (isinstance(value, Tensor) and value.dim() == 0):
@@ -55,9 +55,9 @@ def take(batch: Batch, rows: Tensor) -> Batch:
 
 
 def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
-    """The kept rows, the same number on every rank. Ranks with too many rows send some to ranks with too few, from
-    device to device. The total number of kept rows must be a multiple of the number of ranks. Images cannot move. If
-    ``process_group`` is None, there is a single process.
+    """Returns a batch of only the kept rows, with the same number of rows on every rank. Ranks with too many kept rows
+    send some of them to ranks with too few, from device to device. The total number of kept rows must be a multiple of
+    the number of ranks. Rows with images cannot move. ``process_group`` is None if there is only one process.
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
@@ -82,17 +82,23 @@ def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
 
 
 def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
-    """The tensors with a row for each rollout, in an order that is the same for every batch."""
+    """Returns the tensors that have a row for each rollout, sorted by name, so that their order is the same for every
+    batch.
+    """
     return {name: value for name, value in sorted(batch.items()) if isinstance(value, Tensor) and value.dim() > 0}
 
 
 def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    """The sizes of all tensors, without the number of rows: the number of tokens, and for the sets also their width."""
+    """Returns the sizes of all dimensions of all tensors except the first dimension (the rows): each tensor's number of
+    tokens, and for the sets also the width.
+    """
     return [size for value in rows.values() for size in value.shape[1:]]
 
 
 def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
-    """Pads the tensors to sizes like those of :func:`_sizes`, on the side on which TRL pads them."""
+    """Pads each tensor to the given sizes, on the side on which TRL pads it. ``sizes`` has the order of the result of
+    :func:`_sizes`.
+    """
     wanted = iter(sizes)
     fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
 
@@ -106,12 +112,12 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
-    """Removes the outer columns that are padding in every row. They exist if the longest prompt or completion was
-    dropped. At least two completion columns stay, because TRL's metrics read a single column as one value for each
-    sequence.
+    """Removes the outer columns that are padding in every row. Such columns exist if the longest prompt or completion
+    was dropped. At least two completion columns stay, because TRL's metrics would read a single column as one value for
+    each sequence.
 
-    Positions count from a row's first column, including padding. So a cut on the left shifts all positions by the same
-    amount. Rotary embeddings depend only on differences of positions, so the shift does not matter to them.
+    The position of a token is the index of its column, so padding on the left counts too. A cut on the left shifts all
+    positions by the same amount. Rotary embeddings depend only on differences of positions, so the shift has no effect.
     """
 
     def width(mask: Tensor) -> int:
@@ -133,6 +139,6 @@ def trimmed(batch: Batch, multiple: int | None) -> Batch:
 
 
 def last_column(mask: Tensor) -> int:
-    """The number of columns up to the last one that is set in any row; at least one."""
+    """Returns the number of columns up to and including the last column in which any row is set; at least 1."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return max(1, int((mask.any(dim=0) * places).amax()))

@@ -1,4 +1,4 @@
-"""The options of D3S, added to TRL's own."""
+"""TRL's ``GRPOConfig`` with the options of D3S."""
 # ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check
 from ...trust import weighs
 from .._transformers import check_token_options
 
-ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses with PPO's clipping, whose range may differ by token
+ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses with PPO's clipping; each token may have its own clip range
 # Options of transformers' generation that exclude tokens from sampling, each with the values that exclude none.
 _CUTS: dict[str, tuple[Any, ...]] = {
     "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),
 }  # fmt: skip
-# Other options in generation_kwargs that change no probability.
+# Other options in generation_kwargs that are accepted, since they do not change any probability.
 _HARMLESS = {
     "max_new_tokens", "max_time", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "use_cache",
     "cache_implementation", "cache_config", "prefill_chunk_size", "compile_config",
@@ -30,17 +30,17 @@ _HARMLESS = {
 
 @dataclass
 class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has no types
-    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line and in YAML,
-    like ``GRPOConfig``'s own.
+    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). These options can also be set on the command line and
+    in YAML, like the options of ``GRPOConfig``.
 
-    If TRL's ``top_entropy_quantile`` is below 1, it sets ``token_rule="entropy"``, a constant share of tokens equal to
-    the quantile, and ``loss_denominator="all"``. ``docs/trl.md`` lists the differences from TRL's mask.
+    A value of TRL's ``top_entropy_quantile`` below 1 implies ``token_rule="entropy"``, a constant share of tokens (this
+    value), and ``loss_denominator="all"``. ``docs/trl.md`` lists the differences from TRL's mask.
 
     Raises:
-        ValueError: an option with a bad value; ``top_entropy_quantile`` beside another choice of tokens; the rule
-            "entropy_quantile" with several processes, since each process would use its own quantile; importance ratios
-            of entropy groups with a loss that does not clip them; ``sampling_mask`` if generation excludes no token, or
-            if the sets cannot be recorded.
+        ValueError: an option has a bad value; ``top_entropy_quantile`` is combined with another choice of tokens; the
+            rule "entropy_quantile" is used with several processes, each of which would use its own quantile; importance
+            ratios of entropy groups are used with a loss that does not clip them; ``sampling_mask`` is on, but
+            generation excludes no token, or the sets cannot be recorded.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -112,7 +112,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             )
         check_token_options(self)
         rule = self.off_policy_rule
-        if rule != "none" and self.entropy_from == "update":  # the choice would come too late
+        if rule != "none" and self.entropy_from == "update":  # the rule is applied before the update
             raise ValueError(f"entropy_from: got 'update' with off_policy_rule {rule!r}; takes 'auto' or 'rollout'")
         if self.use_vllm and self.vllm_importance_sampling_correction and weighs(rule):
             raise ValueError(
@@ -120,7 +120,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
                 "same ratios; takes False, or a rule without weights"
             )
         for name, takes in (
-            ("scale_rewards", ("group", "none")),  # otherwise advantages depend on the other groups
+            ("scale_rewards", ("group", "none")),  # otherwise a group's advantages depend on other groups
             ("multi_objective_aggregation", ("sum_then_normalize",)),
         ):
             if self.refill and (value := getattr(self, name)) not in takes:
@@ -135,7 +135,9 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             self._require_sampled_sets()
 
     def _require_sampled_sets(self) -> None:
-        """Raises if generation with these options uses no sets, or sets that cannot be recorded."""
+        """Raises a ValueError if generation with these options excludes no token, or if the sets of the remaining
+        tokens cannot be recorded.
+        """
         refused = {
             "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
             "use_transformers_continuous_batching": (
@@ -160,5 +162,5 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             )
 
     def schedule(self) -> DownSamplingSchedule:
-        """The trainer's budget schedule. Its rollouts are counts, not shares."""
+        """Returns the schedule of the trainer's budget. Its values for rollouts are counts, not shares."""
         return Selection(self).schedule(self.num_generations)

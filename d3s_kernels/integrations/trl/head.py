@@ -1,8 +1,8 @@
 """Replaces TRL's fused LM head by :func:`d3s_kernels.linear_logprob_entropy`.
 
 TRL runs the model's body and passes the hidden states of labelled positions to one function. This module replaces that
-function. Ours stores no logits, and its backward computes only the rows with a non-zero gradient. Everything else
-(MoE, PEFT, FSDP, VLMs) stays TRL's.
+function. Our function stores no logits, and its backward computes only the rows with a non-zero gradient. TRL still
+does everything else, for instance the handling of MoE, PEFT, FSDP and VLMs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _said: set[str] = set()
 
 
 def check_head(model: Any) -> None:
-    """Compares TRL's reading of a model's head with the model's own logits, if the head's weight can be read.
+    """Checks that the logits of TRL's head are the model's own logits. Does nothing if the head's weight cannot be read
+    here. Warns if the model cannot be run on a few tokens.
 
     Raises:
-        UnsupportedHead: the head has an adapter or other parameters that TRL's head, and ours, would leave out
-            (trl#4612), or the model computes other logits.
+        UnsupportedHead: the head has an adapter or other parameters, which TRL's head and ours would ignore (trl#4612);
+            or the model's own logits are different.
     """
     head = read_head(model)
     if why_not_here(head.layer) is None:
@@ -49,8 +50,8 @@ def check_head(model: Any) -> None:
 
 
 class HostNumber:
-    """An asynchronous copy of a 0-d integer tensor to the host, to be read after a later host sync. ``value`` waits
-    only if the copy is not done yet.
+    """An asynchronous copy of a 0-d integer tensor to the host. ``value`` is meant to be called after a later host
+    sync: then the copy is finished, and the call does not wait.
     """
 
     def __init__(self, number: Tensor) -> None:
@@ -68,12 +69,12 @@ class HostNumber:
 
 @dataclass(eq=False)
 class OurHead:
-    """Replaces TRL's ``ChunkedLogProbFunction`` during one call that scores tokens."""
+    """Our LM head. It replaces TRL's ``ChunkedLogProbFunction`` during one call of TRL's method that scores tokens."""
 
-    model_head: ModelHead | None = None  # the head of the scored model; None if not verified
-    adds_to_gradients: bool = False  # whether the backward itself may add to ``weight.grad``
-    kept: HostNumber | None = None  # how many tokens have a gradient
-    sets: tuple[Tensor, Tensor] | None = None  # the sets of a forward's tokens, and the mask of labelled tokens
+    model_head: ModelHead | None = None  # the scored model's head, to verify TRL's scale and cap; None: not verified
+    adds_to_gradients: bool = False  # whether the backward may add to ``weight.grad`` directly
+    kept: HostNumber | None = None  # the number of tokens with a gradient; None: unknown
+    sets: tuple[Tensor, Tensor] | None = None  # of all tokens of one forward: their sets, and which tokens have a label
 
     def apply(
         self,
@@ -87,7 +88,9 @@ class OurHead:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy",),
     ) -> tuple[Tensor | None, ...]:
-        """The same arguments and results as TRL's."""
+        """Computes log-probabilities and entropies. Takes the arguments of TRL's function, and returns the same
+        results.
+        """
         known = self.model_head
         if not (known is None or (math.isclose(logit_scale, known.scale) and final_logit_softcapping == known.softcap)):
             raise UnsupportedHead(
@@ -113,11 +116,11 @@ class OurHead:
             )
             return theirs
         bias = None if bias is None else bias.to(dtype)
-        # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but the formula
-        # equals (c/s) tanh(x / (c/s)) / (T/s).
+        # From a logit x, TRL computes c tanh(s x / c) / T, with scale s, cap c and temperature T. Our op has no
+        # argument for a scale. But the formula equals (c/s) tanh(x / (c/s)) / (T/s), which needs none.
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         sets = None
-        if self.sets is not None:  # for labelled tokens; the host knows their number, so there is no host sync
+        if self.sets is not None:  # those of labelled tokens; the host knows their number, so no host sync is needed
             places, _ = ops.compact(self.sets[1], len(targets))
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
@@ -129,7 +132,9 @@ class OurHead:
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
     def _at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
-        """The hooks for a backward whose products have this dtype. They hold a parameter, but no gathered weight."""
+        """Returns the hooks for a backward whose matrix products have this dtype. The hooks may hold a reference to a
+        parameter, but never to a gathered weight.
+        """
         parameter = weight if self.adds_to_gradients and weight.is_leaf else None
         return AtBackward(
             lambda: None if parameter is None else _gradient_to_add_to(parameter, dtype),
@@ -138,7 +143,7 @@ class OurHead:
 
 
 def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """``weight.grad``, if the backward may add to it directly, with the same effect as autograd; else None."""
+    """Returns ``weight.grad`` if adding to it directly has the same effect as autograd, else None."""
     if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
@@ -146,10 +151,10 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 class OverSets:
-    """Wraps TRL's model, and gives the head the sets that the scored tokens were drawn from.
+    """A wrapper of TRL's model. It gives the head the sets that the scored tokens were drawn from.
 
-    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. The sets are
-    int32 ``[rows, tokens, width]``, for the same rows and for the last columns of the labels.
+    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. ``sets`` is
+    int32 ``[rows, tokens, width]``. Its rows are the batch's rows; its tokens are the last columns of the labels.
     """
 
     def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
@@ -164,14 +169,16 @@ class OverSets:
 
 
 def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
-    """The model with scores over these sets; without sets, over the whole vocabulary."""
+    """Returns a model whose scores are over the sets. If ``sets`` is None, returns ``model`` itself, whose scores are
+    over the whole vocabulary.
+    """
     return model if sets is None else OverSets(model, sets)
 
 
 def _why_not(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, logit_scale: float, outputs: tuple[str, ...]
 ) -> str | None:
-    """The reason why our head cannot be used, or None if it can."""
+    """Returns the reason why our head cannot be used, or None if it can be used."""
     if hasattr(weight, "ds_id"):
         return "ZeRO-3 takes the head's weight away again before its backward"
     if weight.dtype not in _FLOATS or dtype not in _FLOATS:
@@ -186,8 +193,9 @@ def _why_not(
 
 @contextmanager
 def d3s_head(head: OurHead | None = None) -> Iterator[None]:
-    """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
-    # TRL packs the labelled positions only on devices where its own kernels run; it calls _use_triton to find out.
+    """A context in which models with TRL's fused LM head use our head. TRL's head is restored at the end."""
+    # TRL passes only the labelled positions to its head if _use_triton(device) is true, and all positions otherwise.
+    # Our head needs only the labelled positions, on every device.
     ours = {"_ChunkedLogProbFunction": head or OurHead(), "_use_triton": lambda device: True}
     module: dict[str, Any] = vars(trl_utils)
     theirs = {name: module[name] for name in ours if name in module}

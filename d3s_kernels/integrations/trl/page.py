@@ -1,4 +1,4 @@
-"""A page of what was selected from a generation batch: its rollouts as text, and the tokens that were trained on."""
+"""The page for a generation batch. It shows the rollouts as text, and marks the tokens that were trained on."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from ..._page.collected import CollectedRollouts, joined
 from ...page import selection_page
 from .batch import Batch, loss_mask
 
-SHOWN = 64  # rollouts on a page: whole groups, the first ones of the generation batch
+SHOWN = 64  # the number of rollouts on a page: the first whole groups of the generation batch, at least one group
 ROLLOUT = "d3s_rollout"  # a batch field: the index of each row in the generation batch of all processes
 
 
 class PageOfBatch:
-    """Collects what the page of one generation batch shows. Every process has one; the main one writes."""
+    """Collects the content of the page for one generation batch. Every process collects its part; the main process
+    writes the page.
+    """
 
     def __init__(self, step: int, group: int, micro_batches: int) -> None:
         self.step, self._group = step, group
-        self._awaited = micro_batches  # the number of this process's micro-batches that are not scored yet
+        self._awaited = micro_batches  # the number of this process's micro-batches that are not added yet
         self._shown = max(1, SHOWN // group) * group
         self._rollouts = CollectedRollouts()
         self._rewards: Tensor | None = None
 
     def add_generated(self, batch: Batch, rewards: Tensor | None, process: int, pad_token: int) -> None:
-        """Adds this process's rollouts before any is dropped, and the rewards of all processes' rollouts (NaN where no
-        function gave one). Marks each row with its index in the whole batch.
+        """Adds the rollouts of this process, before any of them is dropped. ``rewards`` has the rewards of all
+        processes' rollouts; NaN means that no function gave a reward. Also adds a field to ``batch``: the index of each
+        row in the whole generation batch.
         """
         self._rewards = None if rewards is None else rewards[: self._shown].float().cpu()
         rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
         batch[ROLLOUT] = torch.arange(process * rows, (process + 1) * rows, device=device)
         prompts, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
         completions, counts = batch["completion_ids"].cpu(), loss_mask(batch).cpu().bool()
-        # TRL sets the mask of a truncated completion to 0 if the loss leaves it out. The completion's text is still
-        # shown.
+        # If the loss leaves out truncated completions, TRL sets their masks to 0. The page still shows their text.
         has_text = batch["completion_mask"].cpu().bool() | (completions != pad_token)
         places, advantages = torch.arange(1, completions.shape[1] + 1), batch["advantages"].tolist()
         for row, place in self._rows(batch):
@@ -47,8 +49,8 @@ class PageOfBatch:
             self._rollouts.add_generated(place, prompt, completion, counts[row, :length].clone(), advantages[row])
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """Adds a micro-batch with its mask of kept tokens and its entropies (NaN: not measured). Returns whether it
-        was the last one of this process.
+        """Adds a micro-batch: the mask of its kept tokens, and its entropies (NaN: not measured). Returns whether all
+        micro-batches of this process are added now.
         """
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
@@ -57,7 +59,7 @@ class PageOfBatch:
         return self._awaited == 0
 
     def _rows(self, batch: Batch) -> list[tuple[int, int]]:
-        """The rows of a batch that are shown, each with its index in the whole batch."""
+        """Returns the rows of ``batch`` that the page shows, each with its index in the whole generation batch."""
         return [(row, place) for row, place in enumerate(batch[ROLLOUT].tolist()) if place < self._shown]
 
     def write(self, folder: Path, tokenizer: Any, is_main: bool) -> None:

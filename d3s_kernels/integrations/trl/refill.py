@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling (arXiv 2503.14476): groups of other prompts replace groups without a spread."""
+"""DAPO's dynamic sampling (arXiv 2503.14476): groups of further prompts replace groups whose rewards are all equal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 def other_prompts(
     dataset: Any, like: dict[str, Any], groups: int, generations: int, ranks: int, rank: int, *seeds: int
 ) -> list[dict[str, Any]]:
-    """Examples for ``groups`` more groups of this rank, each repeated ``generations`` times. The seeds (the run's seed,
-    the step, and how often the batch was refilled) decide the data set's order. Each rank takes its own part of that
-    order. ``like`` is an example from the batch, with the columns that TRL keeps.
+    """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The examples
+    are taken from the data set in a random order. The order depends only on ``seeds``: the run's seed, the step, and
+    how often the batch was refilled. Each rank takes its own part of the order. ``like`` is an example of the batch;
+    the result has the same columns, which are those that TRL keeps.
     """
     seed = 0
     for part in seeds:
@@ -25,9 +26,10 @@ def other_prompts(
 
 
 def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
-    """For each group of each rank, the index of the group to use: its own index, or that of a further group with a
-    spread. ``same`` ``[ranks, groups]`` marks the groups without a spread, ``same_of_more`` the further groups without
-    a spread. The indices of the further groups follow the indices of the groups.
+    """Returns, for each group of each rank, the index of the group to train on: the group's own index, or the index of
+    a further group that replaces it. ``same`` ``[ranks, groups]`` marks the groups whose rewards are all equal;
+    ``same_of_more`` marks the further groups whose rewards are all equal. The first further group has the index
+    ``groups``.
 
     Example:
         >>> import torch
@@ -43,12 +45,12 @@ def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
 
 
 def rows_of(groups: Tensor, generations: int) -> Tensor:
-    """The rows of these groups, in their order: ``[ranks, groups * generations]``."""
+    """Returns the rows of the given groups, in the order of the groups: ``[ranks, groups * generations]``."""
     return (groups.unsqueeze(2) * generations + torch.arange(generations, device=groups.device)).flatten(1)
 
 
 def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
-    """Takes all rows out of TRL's table of completions. Returns them by column, in rank order."""
+    """Removes all rows from TRL's table of completions. Returns the values of each column, in rank order."""
     columns = _columns(logs)
     rows = {name: list(column) for name, column in columns.items()}
     for column in columns.values():
@@ -57,16 +59,18 @@ def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 
 
 def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], rows: Tensor, more: int) -> None:
-    """Puts the rows of a refilled batch into TRL's table of completions. ``before`` is the result of
-    :func:`take_logged`; ``logs`` has the ``more`` further rows of each rank. ``rows``, from :func:`rows_of`, counts a
-    rank's earlier rows first, then its further rows.
+    """Writes the rows of a refilled batch into TRL's table of completions, ``logs``.
+
+    ``before``, the result of :func:`take_logged`, has the ``rows.shape[1]`` earlier rows of each rank. ``logs`` has
+    only the ``more`` further rows of each rank. ``rows``, the result of :func:`rows_of`, has the indices of each rank's
+    chosen rows: the earlier rows have the first indices, and the further rows follow.
     """
     ranks, count = rows.shape
     for name, column in _columns(logs).items():
         earlier, further = before.get(name, []), list(column)
         if not earlier and not further:  # TRL does not use this column
             continue
-        # TRL may hold only a column's latest rows, or no rows: None stands for each missing row.
+        # TRL may have kept only the latest rows of a column, or no rows. Each missing row becomes None.
         earlier = [None] * (ranks * count - len(earlier)) + earlier
         further = [None] * (ranks * more - len(further)) + further
         column.clear()
@@ -76,6 +80,8 @@ def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], ro
 
 
 def _columns(logs: dict[str, Any]) -> dict[tuple[str, str], deque[Any]]:
-    """The columns of TRL's table. Rewards, and what a reward function logs, are in nested tables."""
+    """Returns the columns of TRL's table. Some of them are in nested tables: the rewards, and the values that reward
+    functions log.
+    """
     tables = {name: {name: part} if isinstance(part, deque) else part for name, part in logs.items()}
     return {(table, name): column for table, columns in tables.items() for name, column in columns.items()}

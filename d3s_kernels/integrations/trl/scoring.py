@@ -1,9 +1,11 @@
-"""TRL's calls for scores of tokens, its passes without gradient before the update, and its log.
+"""Overrides three parts of TRL's trainer: the calls that score tokens, the passes without gradient before the update,
+and the log.
 
 The trainer overrides private methods of TRL, which may change without notice. This package's ``__init__`` checks TRL's
-version once; ``tests/trainers/trl_surface.py`` lists what we rely on. A change that the version does not show could
-give a wrong gradient without an error, so two things are checked during the run. This module checks which passes TRL
-makes over a generation batch. :mod:`.trainer` checks that the selection acts in each step, even in a subclass.
+version once; ``tests/trainers/trl_surface.py`` lists what we rely on. TRL may also change without a new version number,
+and a subclass may override the same methods. Then the gradient could be wrong without an error. So there are two more
+checks during the run: this module checks which passes TRL makes over a generation batch, and :mod:`.trainer` checks in
+each step that the selection was applied.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # the batch field
 
 
 class UnknownTRL(RuntimeError):
-    """TRL, or a class that overrides its methods, does something that the selection does not cover."""
+    """The error if TRL, or a class that overrides TRL's methods, does something that the selection does not support."""
 
 
 class Passes:
-    """Which passes TRL should make, and which of them wait until the rollouts are chosen."""
+    """The passes without gradient over one generation batch: those that TRL has not asked for yet, and those that are
+    postponed until the rollouts are chosen.
+    """
 
     def __init__(self, names: list[str]) -> None:
-        self.names = names  # passes that TRL has not asked for yet, each named by the batch field that it fills
-        self.postponed: dict[str, Tensor] = {}  # the placeholders that TRL got, by name
+        self.names = names  # passes that TRL has not asked for yet; the name is the batch field that the pass fills
+        self.postponed: dict[str, Tensor] = {}  # the placeholders that were returned to TRL, by the name of the pass
         self.entropy: Tensor | None = None
 
     def next(self, of_reference: bool) -> str:
@@ -45,15 +49,15 @@ class Passes:
         return name
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
-        """A placeholder for TRL's batch, which raises as soon as anything reads it. A plain tensor on the meta device
-        would not raise: torch can add it to another tensor in place.
+        """Postpones a pass, and returns a placeholder for the pass's result. Reading the placeholder raises an error. A
+        plain tensor on the meta device would not always raise one: torch can add it to another tensor in place.
         """
         self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
         return self.postponed[name]
 
     def without_postponed(self, batch: Batch) -> Batch:
-        """TRL's batch without the fields whose passes still have to be made. Raises an UnknownTRL if TRL skipped a
-        pass or put its result into another field, or if the batch has a field whose padding side is unknown.
+        """Returns TRL's batch without the placeholders of postponed passes. Raises an UnknownTRL if TRL skipped a pass,
+        or put the result of a pass into another field, or if the batch has a field whose padding side is unknown.
         """
         if self.names:
             raise UnknownTRL(
@@ -75,7 +79,7 @@ class Passes:
 
 
 class _Postponed(Tensor):
-    """Log-probabilities that are not computed yet."""
+    """The placeholder for log-probabilities that are not computed yet. Any use of it raises an error."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,15 +97,15 @@ class Call(NamedTuple):
     model: Any
     tokens: Tensor
     attention: Tensor
-    columns: int  # how many of the last columns are scored
+    columns: int  # how many columns are scored: the last ones of ``tokens``
 
     def scores(self, **options: Any) -> Scores:
         return self.method(self.model, self.tokens, self.attention, self.columns, **options)
 
 
 class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """TRL's trainer, with our metrics collected without a host sync. Passes that only the update needs are postponed
-    until the rollouts are chosen.
+    """TRL's trainer with two changes. It collects our metrics without a host sync, and it postpones passes that only
+    the update needs until the rollouts are chosen.
     """
 
     args: D3SConfig
@@ -112,18 +116,20 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return int(self.model.config.get_text_config().vocab_size)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Keeps 0-d tensors until the next log, which causes the only host sync. NaN is not logged."""
+        """Stores metrics, which are 0-d tensors, until the next log. Only the log causes a host sync. NaN is not
+        logged.
+        """
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
-        # The log of an evaluation leaves training metrics for the next log of training.
+        # The log of an evaluation leaves the training metrics where they are, for the next log of the training.
         ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
         if ours:
             waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
             numbers = iter(torch.stack(waiting).tolist())
-            for name in [*ours, "entropy"]:  # TRL's mean is NaN if no token was measured
+            for name in [*ours, "entropy"]:  # TRL's "entropy" is NaN if no token was measured
                 values = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
                 if known := [value for value in values if not math.isnan(value)]:
                     metrics[name] = known
@@ -140,13 +146,17 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return self.args.entropy_from == "rollout"
 
     def _pass_names(self) -> list[str]:
-        """The passes without gradient that TRL makes over a generation batch, by TRL's own conditions."""
+        """Returns the names of the passes without gradient that TRL makes over a generation batch. The conditions are
+        TRL's.
+        """
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         names = [] if aligned and not self._corrects_sampling else [OLD]
         return names if self.beta == 0 else [*names, REFERENCE]
 
     def _is_reference(self, model: Any) -> bool:
-        """Whether this is the reference: a separate model, or the policy with its adapter off or replaced."""
+        """Returns whether ``model`` is the reference: either a separate model, or the policy with its adapter switched
+        off or replaced.
+        """
         if self.ref_model is not None:
             return bool(model is self.ref_model)
         policy = self.accelerator.unwrap_model(self.model)
@@ -157,7 +167,9 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return switched_off or bool(policy.active_adapter == "ref")
 
     def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
-        """Postpones TRL's passes for log-probabilities that only the update needs, until the rollouts are chosen."""
+        """Handles a pass that TRL asks for before the rewards. If only the update needs the pass, it is postponed until
+        the rollouts are chosen; otherwise it is made now.
+        """
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None
@@ -165,18 +177,18 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return logprob, None, aux
 
     def _postponed(self, name: str, batch: Batch) -> Batch:
-        """Makes a pass that was postponed until the rollouts were chosen. Returns the batch fields that it fills."""
+        """Makes a postponed pass over the chosen rollouts. Returns the batch fields that the pass fills."""
         if name == OLD:
             logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
             return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
         if self.ref_model is not None:
             return {name: self._score(self.ref_model, batch)[0]}
-        policy = self.accelerator.unwrap_model(self.model)  # the reference is the policy with another adapter
+        policy = self.accelerator.unwrap_model(self.model)  # the reference is the policy with another adapter, or none
         with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
             return {name: self._score(self.model, batch)[0]}
 
     def _score(self, model: Any, batch: Batch, **options: Any) -> Scores:
-        """TRL's scoring pass without gradient, over the rows of a batch."""
+        """Runs TRL's scoring pass over the rows of a batch, without gradient."""
         tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         images = {name: batch[name] for name in IMAGES if name in batch}

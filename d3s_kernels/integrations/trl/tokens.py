@@ -1,4 +1,6 @@
-"""Chooses the tokens that get a gradient: for a generation batch before its updates, or for each micro-batch."""
+"""Chooses the tokens that get a gradient, either for a whole generation batch before its updates, or for each
+micro-batch separately.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,28 @@ from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import OLD, Call, Scores, Scoring
 
-UNMEASURED = "d3s_unmeasured"  # a batch field: marks rows whose dropped tokens' entropies are not logged
+UNMEASURED = "d3s_unmeasured"  # a batch field: marks the rows whose dropped tokens are not in the logged entropies
 
 
 class ChoosesTokens(Scoring):
-    """Chooses tokens. TRL's loss gets scores of all tokens, and gradient flows only through the kept ones."""
+    """TRL's trainer with a choice of tokens: TRL's loss gets the scores of all tokens, but gradient flows only through
+    the kept tokens.
+    """
 
     epsilon_low: Any  # TRL's float; while TRL computes ESPO's loss, a tensor with a value for each token
     epsilon_high: Any
-    _gradient_was_selected = False  # whether a gradient came through the hook below in this step
+    _gradient_was_selected = False  # whether a gradient has reached the hook in _score_for_loss in this step
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-    _just_kept = HostNumber(torch.zeros(()))  # the number of the last micro-batch's kept tokens, over all processes
+    _just_kept = HostNumber(torch.zeros(()))  # the number of kept tokens in the latest micro-batch, over all processes
     _kept_in_update = 0  # the number of kept tokens of the current update so far
-    _page: PageOfBatch | None = None  # set while a generation batch with a page is trained on
+    _page: PageOfBatch | None = None  # set while the trainer trains on a generation batch that gets a page
 
     @property
     def _espo(self) -> bool:
         return self.args.importance_sampling_level == "entropy_group"
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
-        """Marks the tokens of a whole generation batch."""
+        """Chooses the tokens of a whole generation batch, and stores the choice in the batch."""
         mask, ratio, rule = loss_mask(batch).bool(), batch.get("importance_sampling_ratio"), self.args.off_policy_rule
         log_p, log_q, group = batch.get(OLD), batch.get("sampling_per_token_logps"), self._process_group
         if log_q is None and rule != "none":
@@ -48,12 +52,13 @@ class ChoosesTokens(Scoring):
                 "with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
             )
         trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
-        if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies a token's loss by the ratio
+        if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by it
             left = trusted.mask & (ratio != 0)
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
-        # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
+        # Rollouts that the entropy pass skipped have advantage 0, so the scores of their tokens are 0. These tokens
+        # still count as valid tokens.
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, trusted.weight
@@ -63,29 +68,35 @@ class ChoosesTokens(Scoring):
             self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The entropies from an extra pass, and a mask of the rows that need no score. Rows without a token need no
-        score; nor do rows with advantage 0, unless tokens are ranked by entropy alone. Skipped rows have entropy 0.
+        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the rows that do not need them.
+        These are the rows without a token and, unless tokens are ranked by entropy alone, the rows with advantage 0.
+        Rows that the pass skips have entropy 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
         if self.args.token_rule not in ("entropy", "entropy_quantile"):
             useful &= batch["advantages"] != 0
-        # Every process scores the same number of rows, since all take part in the forward of a sharded model.
+        # Every process scores the same number of rows, since all processes take part in the forward of a sharded model.
         rows = int(self.accelerator.gather(useful.sum()).max())
         if rows == 0:
             return torch.zeros(mask.shape, device=mask.device), ~useful
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
-        assert scored is not None  # it was requested
-        # Rows scored only to match another process's number are not logged: a single process would skip them.
+        assert scored is not None  # the entropies were requested
+        # Some rows are scored only to match the number of rows of another process. They are not logged, since a single
+        # process would skip them.
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
-        """This process's kept tokens: exactly the budget's share, of all processes' tokens or of each row."""
+        """Chooses the tokens of this process. Exactly the budget's share is kept, either of all processes' tokens or of
+        each row's tokens.
+        """
         return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """TRL's mask for ``top_entropy_quantile``. In training it is off: the choice of tokens replaces it."""
+        """Returns TRL's mask for ``top_entropy_quantile``. In training the mask contains all tokens, since the choice
+        of tokens replaces it.
+        """
         if self._loss_inputs is not None:
             return mask.bool()
         theirs: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
@@ -95,16 +106,16 @@ class ChoosesTokens(Scoring):
         if not self.model.training:
             evaluated: Tensor = super()._compute_loss(model, inputs)
             return evaluated
-        self._loss_inputs = inputs = dict(inputs)  # a copy, since ESPO changes it and TRL may use the batch again
+        self._loss_inputs = inputs = dict(inputs)  # a copy: ESPO changes fields, and TRL may use the batch again
         ranges = self.epsilon_low, self.epsilon_high
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
-        # TRL's own host sync is over by now, so this one does not wait.
+        # TRL has already waited for the device in a host sync of its own, so reading the number does not wait.
         number, metrics = self._just_kept.value(), self._metrics["train"]
-        # This part of the trainer's state is saved in checkpoints and restored from them; a new run starts at 0.
+        # Checkpoints save and restore this part of the trainer's state. A new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
         counts["num_tokens_kept"] += number
         metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced, not appended, since TRL logs means
@@ -115,17 +126,17 @@ class ChoosesTokens(Scoring):
         return loss
 
     def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
-        """The scores for TRL's loss, with hooks that let gradient flow only through the kept tokens."""
+        """Returns the scores for TRL's loss. Hooks on the scores let gradient flow only through the kept tokens."""
         measured = mask = loss_mask(inputs).bool()
         kept = inputs.get("d3s_kept")
         threshold: Any = inputs.get("d3s_threshold")
         if kept is not None and self._tokens_are_independent(inputs):
             logprob, entropy, aux = self._score_kept(call, inputs, kept)
-            if UNMEASURED in inputs:  # dropped tokens of these rows have no entropy
+            if UNMEASURED in inputs:  # in these rows, dropped tokens have no entropy
                 measured = kept | (mask & ~inputs[UNMEASURED].unsqueeze(1))
         else:
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
-        assert entropy is not None  # TRL's loss always asks for it
+        assert entropy is not None  # TRL's loss always asks for the entropies
         constant = entropy.detach()
         if kept is None:
             chosen = self._choose_tokens(constant, inputs["advantages"], mask)
@@ -133,7 +144,7 @@ class ChoosesTokens(Scoring):
         head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
         unknown = mask & ~measured
-        entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the measured tokens' mean
+        entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of the measured ones
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
             page, self._page = self._page, None
             page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
@@ -159,7 +170,9 @@ class ChoosesTokens(Scoring):
         return logprob, entropy, aux
 
     def _tokens_are_independent(self, inputs: Batch) -> bool:
-        """Whether each token's gradient depends only on its own log-probability. Then dropped tokens need no score."""
+        """Returns whether each token's gradient depends only on the token's own log-probability. If so, dropped tokens
+        need not be scored.
+        """
         return bool(
             self.importance_sampling_level == "token"
             and not self._espo
@@ -172,10 +185,11 @@ class ChoosesTokens(Scoring):
         )
 
     def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
-        """Scores only rows with a kept token, up to the last kept column; all other tokens get the values of earlier
-        passes.
+        """Scores only the rows that have a kept token, up to the last column that has a kept token. All other tokens
+        get the values of earlier passes.
 
-        If no token is kept, the first row is still forwarded: all processes take part in a sharded model's forward.
+        If no token is kept, the first row is still scored, because all processes must take part in the forward of a
+        sharded model.
         """
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
@@ -187,7 +201,7 @@ class ChoosesTokens(Scoring):
         model = over_sets(call.model, None if sets is None else sets[place, :used])
 
         def at_kept_tokens(labels: Tensor, **model_inputs: Any) -> Any:
-            """The model, with labels only at kept tokens, so that the head computes only those."""
+            """Calls the model with labels only at the kept tokens, so that the head computes only these tokens."""
             labels = labels.clone()
             labels[:, prompt:].masked_fill_(~needed, -100)
             return model(labels=labels, **model_inputs)
@@ -195,7 +209,7 @@ class ChoosesTokens(Scoring):
         tokens, attention = (part[place, : prompt + used] for part in (call.tokens, call.attention))
         logprob, entropy, aux = Call(call.method, at_kept_tokens, tokens, attention, used).scores()
         assert entropy is not None
-        old = inputs.get(OLD)  # makes the ratio of a dropped token 1
+        old = inputs.get(OLD)  # with these values, the ratio of a dropped token is 1
         if old is None:
             old = torch.zeros(kept.shape, device=kept.device)
 
@@ -208,8 +222,9 @@ class ChoosesTokens(Scoring):
     def _log_tokens(
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logs a micro-batch's token metrics. Entropy means are over the ``measured`` tokens, which include all kept
-        ones. Returns the numbers of kept tokens and of all tokens, and the mean entropy, each over all processes.
+        """Logs the token metrics of a micro-batch. Mean entropies are over the ``measured`` tokens, which include all
+        kept tokens. Returns a tensor with the number of kept tokens and the number of all tokens, and the mean entropy.
+        All three are over all processes.
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
@@ -222,13 +237,14 @@ class ChoosesTokens(Scoring):
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
     """Returns the fields with which TRL's unchanged loss computes ESPO's objective, and an epsilon for each token.
 
-    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio`` it equals ESPO's ratio in value and
-    gradient. One difference remains: at the cap of e^10 ESPO's gradient is 0, and TRL's is not. In a loss that averages
-    over each sequence ("grpo") the advantages are multiplied by weights, which turn that average into ESPO's mean over
-    the sequence's groups. In the other losses all tokens of the groups have the same weight.
+    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio``, TRL's ratio equals ESPO's ratio in
+    value and gradient. One difference remains: at the cap of e^10, ESPO's gradient is 0 and TRL's is not. The loss
+    "grpo" averages over the tokens of each sequence. There, the advantages are multiplied by weights, which turn this
+    average into ESPO's mean over the sequence's groups. In the other losses, all tokens that belong to a group have the
+    same weight.
 
-    ``logprob`` and ``entropy`` are ``[B, T]``, from the training forward, constants. If the batch has no values of the
-    old policy, they are used instead, since the policy has not changed.
+    ``logprob`` and ``entropy``, ``[B, T]``, are constants, computed in the training forward. They also replace the old
+    policy's values if the batch has none, since in this case the policy has not changed.
     """
     old = batch.get(OLD, logprob)
     terms = espo_terms(

@@ -1,8 +1,8 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
-This file makes the trainer, routes each of TRL's calls for scores to the method for its caller, and chooses the
-rollouts after TRL has made a generation batch. :mod:`.tokens` overrides what TRL does while it computes a loss.
-:mod:`.scoring` overrides TRL's passes without gradient and its log.
+This file sets up the trainer, and chooses the rollouts after TRL has made a generation batch. TRL scores tokens for
+several purposes; this file passes each such call to the method for the call's purpose. :mod:`.tokens` overrides what
+TRL does while it computes a loss. :mod:`.scoring` overrides TRL's passes without gradient, and TRL's log.
 """
 
 from __future__ import annotations
@@ -31,32 +31,35 @@ from .tokens import ChoosesTokens
 
 
 class D3STrainer(ChoosesTokens):
-    """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. Same arguments, same methods.
+    """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. It has the same arguments and
+    methods.
 
-    Rollouts: once a generation batch has its advantages, rollouts are chosen over all processes (``rollout_rule``), and
-    each process gets the same number of rows. Dropped rollouts enter no later forward, and no pass for old or reference
-    log-probabilities. The one exception is vLLM's correction, which needs the old log-probabilities before the choice.
+    Rollouts: as soon as a generation batch has its advantages, rollouts are chosen over all processes
+    (``rollout_rule``), and each process gets the same number of rows. No later forward pass includes dropped rollouts,
+    not even the passes for old and reference log-probabilities. There is one exception: vLLM's correction needs the old
+    log-probabilities of all rollouts before the choice.
 
-    Tokens: exactly the top share by ``|advantage| * entropy``, or by another ``token_rule``, is kept. The entropy is
-    that of each training forward, or that of one pass before the update (``entropy_from``). The loss is TRL's own, of
-    any type, over all valid tokens of the kept rollouts, but gradient flows only through the kept tokens. With
-    ``loss_denominator="kept"`` the gradient is multiplied by the ratio of all tokens to kept tokens, counted over the
-    same tokens as TRL's denominator (``docs/trl.md`` has the table). The gradients of KL and of the entropy bonus are
-    treated in the same way. The value of the loss and the clip metrics still cover all tokens. If the update skips
-    dropped tokens, they count with a ratio of 1 and with the entropy of the earlier pass.
+    Tokens: tokens are ranked by ``|advantage| * entropy``, or by another ``token_rule``, and exactly the top share is
+    kept. The entropies come either from each training forward, or from one pass before the update (``entropy_from``).
+    The loss, of any type, is TRL's own and covers all valid tokens of the kept rollouts, but gradient flows only
+    through the kept tokens. With ``loss_denominator="kept"`` the gradient is multiplied by the number of all tokens
+    divided by the number of kept tokens. Both are counted over the tokens of TRL's denominator (``docs/trl.md`` has the
+    table). The gradients of KL and of the entropy bonus are treated in the same way. The value of the loss and the clip
+    metrics still cover all tokens. If the update skips dropped tokens, these count with a ratio of 1 and with the
+    entropy of the earlier pass.
 
-    With ``sampling_mask``, each of these log-probabilities and entropies is over the set that the token was drawn from.
+    With ``sampling_mask``, a token's log-probabilities and entropies are over the set that the token was drawn from.
     The sets are recorded while transformers generates.
 
-    Evaluation is TRL's.
+    Evaluation does not change.
 
-    The metrics of :mod:`d3s_kernels.metrics` are logged too: for rollouts once per generation batch, for tokens once
-    per micro-batch, both over all processes. If each sequence has its own threshold, the logged mean is over the main
-    process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
+    The metrics of :mod:`d3s_kernels.metrics` are logged too, over all processes: metrics of rollouts once per
+    generation batch, metrics of tokens once per micro-batch. If each sequence has its own threshold, the logged
+    threshold is the mean over the main process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
-        ValueError: the LM head has an adapter or is no linear layer.
+        ValueError: the LM head has an adapter, or is not a linear layer.
         UnknownTRL: in the first step, if a subclass overrides methods in a way that the selection does not support.
 
     Example:
@@ -69,8 +72,8 @@ class D3STrainer(ChoosesTokens):
 
     _recorded: Recorded | None = None  # the sets of a generation batch, until they are added to the batch
     _rewards: Tensor | None = None  # all processes' rewards, by function; set until rollouts are chosen
-    _rollouts_were_chosen = False  # for a generation batch, on which several steps may train
-    _last_page: int | None = None  # the step of this run's last page
+    _rollouts_were_chosen = False  # in the current generation batch; several steps may train on it
+    _last_page: int | None = None  # the step of the latest page in this run
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: D3SConfig | None = None, *more: Any, **options: Any
@@ -89,7 +92,7 @@ class D3STrainer(ChoosesTokens):
                     "turns and of tools have no set"
                 )
         if self._espo:
-            self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
+            self.importance_sampling_level = "token"  # TRL computes token ratios; as_espo makes them ESPO's
         self._selection = Selection(args)
         self._warn_of_little_to_drop()
 
@@ -131,7 +134,7 @@ class D3STrainer(ChoosesTokens):
         return loss
 
     def _raise_not_covered(self, names: tuple[str, ...], message: str) -> NoReturn:
-        """Raises an error with the names of those methods that are neither ours nor TRL's."""
+        """Raises an UnknownTRL. Its message names those of the given methods that are neither ours nor TRL's."""
         methods = [getattr(self, name) for name in names]
         known = ("trl.", "transformers.", "d3s_kernels.")
         others = [method for method in methods if not f"{method.__module__}.".startswith(known)]
@@ -148,9 +151,10 @@ class D3STrainer(ChoosesTokens):
             return trls(*arguments, *more, **{**options, **changed})
 
         module = model.model if isinstance(model, OverSets) else model
-        model_head = read_head(self.accelerator.unwrap_model(module))  # in each call, since an adapter may be new
+        model_head = read_head(self.accelerator.unwrap_model(module))  # in each call: an adapter may have been added
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
-        # The backward may add to ``grad`` directly if only the optimizer reads it: no reducer, no shards, no scaler.
+        # The backward may add to ``weight.grad`` directly only if nothing but the optimizer uses ``grad``: no gradient
+        # reducer, no sharding, no gradient scaler.
         alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
         head = OurHead(model_head, adds_to_gradients=inputs is not None and alone)
         with d3s_head(head):
@@ -185,7 +189,7 @@ class D3STrainer(ChoosesTokens):
         return batch
 
     def _scored(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Iterable[str]]:
-        """TRL's generation batch of these prompts, and the passes that wait until the rollouts are chosen."""
+        """Lets TRL make a generation batch of these prompts. Returns the batch, and the names of postponed passes."""
         self._passes = passes = Passes(self._pass_names())
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
@@ -199,7 +203,7 @@ class D3STrainer(ChoosesTokens):
         return batch, passes.postponed
 
     def _add_sets(self, batch: Batch) -> None:
-        """Adds the sets that the tokens were drawn from to a generation batch, and logs metrics about them."""
+        """Stores the sets that the tokens were drawn from in a generation batch, and logs metrics of the sets."""
         if self._recorded is None:
             raise RuntimeError("sampling_mask: no sets were recorded; takes completions of _generate_single_turn")
         mask = loss_mask(batch).bool()
@@ -209,8 +213,9 @@ class D3STrainer(ChoosesTokens):
         self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
 
     def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
-        """Replaces groups without a spread, at most ``refill`` times. Each group lies on one rank and does not move.
-        All ranks know all rewards, so they agree without further communication.
+        """Replaces the groups whose rewards are all equal, at most ``refill`` times. Each group lies on one rank and
+        does not move. All ranks have the rewards of all groups, so they make the same decisions without further
+        communication.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
@@ -252,12 +257,14 @@ class D3STrainer(ChoosesTokens):
         return rewards
 
     def _equal_rewards(self, rewards: Tensor) -> Tensor:
-        """Marks the groups whose rewards are all equal, from the rewards of all functions: bool ``[groups]``."""
+        """Returns a mask, bool ``[groups]``, of the groups whose rewards are all equal. ``rewards`` has a column per
+        function.
+        """
         separately = self.multi_objective_aggregation == "normalize_then_sum"
         return without_spread(rewards, self.reward_weights, self.num_generations, separately)
 
     def _keep_rollouts(self, batch: Batch) -> Batch:
-        """The kept rows, the same number on each process."""
+        """Chooses the rollouts. Returns a batch of only the kept rows, with the same number of rows on each process."""
         accelerator, own_advantages = self.accelerator, batch["advantages"]
         if own_advantages.dim() != 1:
             shape, rows = list(own_advantages.shape), len(own_advantages)
@@ -281,7 +288,7 @@ class D3STrainer(ChoosesTokens):
         # A subclass may compute advantages without rewards.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
-        if not keeps_all:  # otherwise no row moves, and there is no host sync
+        if not keeps_all:  # if all are kept, no row moves, and no host sync is needed
             if self.args.advantages_from == "kept":
                 anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
                 batch["advantages"] = anew.view(ranks, -1)[here]

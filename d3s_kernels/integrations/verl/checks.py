@@ -1,4 +1,4 @@
-"""Checks of verl's configuration and, with sampling masks, of the rows and of the workers' results."""
+"""Checks verl's configuration. With sampling masks, also checks the rows and the workers' results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Raises a ValueError for the first row whose sets do not match its sampled tokens. For each key, ``rows`` has the
-    row's sets, its response and its response mask. Returns the size of each token's set, row after row; 0 where the
-    mask is 0.
+    """Checks that the sets of each row match the row's sampled tokens, and raises a ValueError for the first row that
+    does not. ``rows`` maps a row's key to the row's sets, response and response mask. Returns the sizes of the sets in
+    one tensor, row after row, with a value for each token; 0 where the mask is 0.
     """
     sizes: list[int] = []
     for key, (sets, response, mask) in rows.items():
@@ -42,8 +42,8 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
     """Raises a RuntimeError if the workers computed entropies over more tokens than the sets contain.
 
-    verl's engine ignores what it does not know, so a worker without this library would ignore the sets silently. The
-    entropy over a set is at most the logarithm of its size.
+    verl's engine ignores unknown entries, so a worker without this library would ignore the sets silently. This is
+    detected by the entropies: the entropy over a set is at most the logarithm of the set's size.
     """
     excess = (entropy - sizes.log())[sizes > 0]
     if len(excess) and float(excess.max()) > 1e-2:
@@ -54,10 +54,10 @@ def require_used(sizes: Tensor, entropy: Tensor) -> None:
 
 
 def require_config(config: Any) -> None:
-    """Raises a ValueError if verl's whole configuration does not allow log-probabilities over sets.
+    """Raises a ValueError if ``config``, verl's whole configuration, does not allow log-probabilities over sets.
 
-    The trainer mode calls this function if its option asks for sets. A custom loop that sets ``meta_info[NOTE]`` must
-    call it too.
+    The trainer mode calls this function if its option ``sampling_mask_field`` is set. A custom loop that sets
+    ``meta_info[NOTE]`` must call this function itself.
     """
     takes: dict[str, Sequence[Any]] = {f"{FUSED}.impl_backend": ("d3s",)}
     for section in ("actor", "actor.fsdp_config", "ref", "ref.fsdp_config"):

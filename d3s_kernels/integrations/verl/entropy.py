@@ -1,9 +1,9 @@
 """Makes the entropies of a micro-batch available to a policy loss.
 
-verl does not pass entropies to a policy loss. But the loss's caller ``ppo_loss`` has them: the old policy's entropies
-in a micro-batch of verl's V1 trainers, and the updated policy's in the model's output if ``actor.calculate_entropy`` is
-true. The plug-in wraps ``ppo_loss``: while the wrapper runs, :func:`token_entropy` can read both. The wrapper changes
-nothing else.
+verl does not pass entropies to a policy loss. But ``ppo_loss``, the function that calls the policy loss, has them. With
+verl's V1 trainers, the micro-batch contains the old policy's entropies. If ``actor.calculate_entropy`` is true, the
+model's output contains the updated policy's entropies. The plug-in wraps ``ppo_loss``: while the wrapper runs,
+:func:`token_entropy` can read both. The wrapper changes nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OPTION = f"{POLICY_LOSS}.entropy_source"
 
 
 def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
-    """The entropy of each token, without a gradient, for a policy loss.
+    """Returns the entropy of each token for a policy loss, without a gradient.
 
     Args:
         source: "old": the entropy of the old policy; "update": the entropy of the updated policy; "surprisal":
@@ -31,7 +31,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
         old_log_prob: ``[B, T]``. The result has the same shape, and is in nats.
 
     Raises:
-        ValueError: verl has not computed this entropy.
+        ValueError: verl has not computed the entropies of this source.
     """
     if source == "surprisal":
         return -old_log_prob.detach()
@@ -58,7 +58,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
 
 
 def _ppo_loss(original: Any, config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls verl's ``ppo_loss``. While it runs, :func:`token_entropy` can read the micro-batch."""
+    """Calls verl's ``ppo_loss``. During this call, :func:`token_entropy` can read the micro-batch."""
     before = _MICRO_BATCH.set((model_output, data))
     try:
         return original(config, model_output, data, *args, **kwargs)

@@ -1,8 +1,9 @@
-"""verl's fused LM head on :func:`d3s_kernels.linear_logprob_entropy`: ``fused_kernel_options.impl_backend=d3s``.
+"""Computes verl's fused LM head with :func:`d3s_kernels.linear_logprob_entropy`, if
+``fused_kernel_options.impl_backend`` is ``d3s``.
 
-verl's models with fused kernels hand hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
-that class, and the functions that build a model with it or prepare the model's micro-batches. The replaced functions
-tell our head which positions of a micro-batch are read, and over which sets. The head computes only these positions.
+verl's models with fused kernels pass hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
+this class, and the functions that build a model with it or prepare the model's micro-batches. Our functions tell our
+head which positions of a micro-batch will be read, and over which sets. The head computes only these positions.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
 
 @dataclass
 class Read:
-    """Which log-probabilities of a micro-batch are read."""
+    """The positions of a micro-batch whose log-probabilities will be read, and the sets of their tokens."""
 
     mask: Tensor | None = None  # bool: which rows of this process's hidden states are read; None: all rows
-    at_most: int | None = None  # a bound, known to the host, on the number of rows that are read; or None
+    at_most: int | None = None  # an upper bound on the number of rows that are read, as a Python int; or None
     sets: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None
-    """In an update: for each packed position, whether it is in the loss, and its old log-probability."""
+    """In a policy update: for each packed position, whether it is in the loss, and its old log-probability. Otherwise
+    None.
+    """
     used: bool = False  # whether our head has computed the micro-batch
 
 
@@ -50,22 +53,22 @@ _READ: ContextVar[Read | None] = ContextVar("what is read of this micro-batch", 
 
 
 def _asked_for(engine: Any) -> bool:
-    """Whether the engine's configuration asks for our head."""
+    """Returns whether the engine's configuration asks for our head."""
     options = getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
     return bool(options.get("impl_backend") == BACKEND)
 
 
 def _serves(engine: Any, data: Any) -> bool:
-    """Whether the micro-batch goes through our head."""
+    """Returns whether our head computes the micro-batch."""
     return _asked_for(engine) and bool(tu.get_non_tensor_data(data, "use_fused_kernels", False))
 
 
 def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
-    """Which positions of the model's next output will be read.
+    """Returns which positions of the model's next output will be read.
 
-    In a policy update, the tokens of ``response_mask`` are read; in a pass without gradients, all response tokens
-    except those of padding rows. Any other loss may read all positions, and so may a caller that asks for the model's
-    output. ``labels`` has this process's labels, and then padding.
+    A policy update reads the tokens of ``response_mask``. A pass without gradients reads all response tokens except
+    those of padding rows. Any other loss may read all positions, and so may a caller that asks for the model's output.
+    ``labels`` has the labels of this process, followed by padding.
     """
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
@@ -77,11 +80,11 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     if field is None and (everything or tu.get_non_tensor_data(data, "return_model_output", False)):
         return Read()
 
-    read = flat_responses(data, data["response_mask"]).bool()  # for each token of all responses
+    read = flat_responses(data, data["response_mask"]).bool()  # one value for each token of all responses
     if not in_loss:
         lengths = response_lengths(data)
         row = torch.arange(len(lengths), device=read.device).repeat_interleave(lengths, output_size=len(read))
-        # verl's padding rows have no token in the mask.
+        # The response mask of verl's padding rows is all 0.
         is_real = torch.zeros_like(lengths).index_add(0, row, read.to(lengths.dtype)) > 0
         read = is_real[row]
     packed, offsets = tu.get_non_tensor_data(data, "use_remove_padding", True), data["input_ids"].offsets()
@@ -98,7 +101,7 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     sets = None
     if field is not None:
         sets = sampling_mask_of(data, field, width=width)[0]
-        padding = len(mask) + 1 - len(sets.offsets)  # rows that are not read, with empty sets
+        padding = len(mask) + 1 - len(sets.offsets)  # the number of unread rows at the end, which get empty sets
         sets = SamplingMask(sets.token_ids, torch.cat([sets.offsets, sets.offsets[-1:].expand(padding)]))
     return Read(mask, None if in_loss else min(len(read), len(mask)), sets, in_loss_and_old)
 
@@ -108,14 +111,14 @@ def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
 
 
 def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
-    """This rank's part of the mask: verl pads the packed sequence and splits it evenly over the ranks."""
+    """Returns this rank's part of the mask. verl pads the packed sequence, and splits it evenly over the ranks."""
     ranks = engine.ulysses_sequence_parallel_size if engine.use_ulysses_sp else 1
     whole = torch.cat([mask, mask.new_zeros(ranks * rows - len(mask))])
     return whole.view(ranks, rows)[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
 
 
 class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[misc]  # verl has no types
-    """verl's class, which also takes ``impl_backend="d3s"``."""
+    """verl's class of this name, but it also accepts ``impl_backend="d3s"``."""
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         self.ours = impl_backend == BACKEND
@@ -144,10 +147,11 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 
 
 def _require_plain_head(model: Any) -> None:
-    """Raises if a model computes its logits from more than hidden states and a weight: verl passes on nothing else.
+    """Raises a ValueError if a model computes its logits from more than hidden states and one weight, since verl passes
+    only these to the head.
 
-    With several ranks, verl has loaded the weights only on one of them. That rank runs the model; the other ranks only
-    read the model's configuration.
+    With several ranks, verl has loaded the weights on only one of them. That rank runs the model to compare its logits;
+    the other ranks check only the model's configuration.
     """
     name = type(model).__name__
     refused = f"{OPTION}: got {BACKEND!r} for {name}"
@@ -173,18 +177,20 @@ def _require_plain_head(model: Any) -> None:
 def _patch_forward_with_backends(
     original: Any, model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
 ) -> None:
-    """Also accepts the name of our back-end."""
+    """verl's function of this name, but it also accepts the name of our back-end."""
     if not use_fused_kernels or fused_kernels_backend != BACKEND:
         original(model, use_fused_kernels, fused_kernels_backend)
         return
     _require_plain_head(model)
-    original(model, use_fused_kernels, "torch")  # its forward creates the class above, with the next line's back-end
+    original(model, use_fused_kernels, "torch")  # the forward creates the class above, with the next line's back-end
     model._verl_fused_kernels_backend = BACKEND
     print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
 
 def _select_fsdp2_wrap_targets(original: Any, model: Any, fsdp_transformer_layer_cls_to_wrap: Any) -> list[Any]:
-    """Keeps the head in the root's FSDP2 group: FSDP2 gathers a module when it is called, but no one calls the head."""
+    """Keeps the head in the FSDP2 group of the root module. FSDP2 gathers a module's weights when the module is called,
+    but the head module is never called.
+    """
     modules: list[Any] = original(model, fsdp_transformer_layer_cls_to_wrap)
     if getattr(model, "_verl_fused_kernels_backend", None) != BACKEND:
         return modules
@@ -192,7 +198,7 @@ def _select_fsdp2_wrap_targets(original: Any, model: Any, fsdp_transformer_layer
 
 
 def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
-    """Stores which positions of the model's output will be read."""
+    """Prepares the inputs as verl does, and stores which positions of the model's output will be read."""
     _READ.set(None)
     inputs, output_args = original(engine, micro_batch)
     if _serves(engine, micro_batch):
@@ -203,7 +209,9 @@ def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
 def _prepare_model_outputs(
     original: Any, engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
 ) -> Any:
-    """Gives tokens outside the loss their old log-probabilities, so that their ratio is 1."""
+    """Prepares the outputs as verl does. Then replaces the log-probabilities of tokens outside the loss by the old
+    ones, so that the ratio of these tokens is 1.
+    """
     read = _READ.get()
     _READ.set(None)
     ours = _serves(engine, micro_batch)
@@ -229,7 +237,7 @@ def _prepare_model_outputs(
 
 
 def _build_lora_module(original: Any, engine: Any, module: Any) -> Any:
-    """Refuses an adapter on the head."""
+    """Adds adapters as verl does, but refuses an adapter on the head."""
     adapted = original(engine, module)
     if _asked_for(engine):
         try:

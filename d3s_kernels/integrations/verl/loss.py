@@ -1,4 +1,6 @@
-"""Policy losses for verl: ``espo``, and ``d3s``, which is another loss with gradient only through its top tokens."""
+"""Policy losses for verl: ``espo`` and ``d3s``. The latter wraps another policy loss, and lets gradient flow only
+through the tokens with the largest scores.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from verl.workers.config import PolicyLossConfig
 from ...ratios import espo_terms
 from ...selection_options import check_options, check_token_rule, option_names, options_from
 from ...tokens import select_tokens
-from . import entropy  # only the module: importing it loads verl, and verl may load this file in the meantime
+from . import entropy  # not its names: importing it loads verl, which may load this file meanwhile
 from .options import POLICY_LOSS, PolicyLossOptions
 
 
 @dataclass
 class D3SPolicyLossConfig(PolicyLossOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
-    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s`` and ``espo``.
+    """The section ``actor_rollout_ref.actor.policy_loss`` of verl's configuration, with the options of ``d3s`` and
+    ``espo``.
 
     verl's own class refuses unknown keys; ``policy_loss._target_`` selects this class instead.
 
@@ -45,20 +48,21 @@ def d3s_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """``base_loss`` on all tokens of a micro-batch, with gradient only through the top share ``token_ratio`` of them.
+    """Computes ``base_loss`` on all tokens of a micro-batch. Gradient flows only through a share ``token_ratio`` of
+    them: the tokens with the largest scores.
 
     verl does not pass entropies to a policy loss. So a token's score is ``|advantage| * surprisal``. The surprisal
-    ``-old_log_prob`` is an unbiased estimate, from one sampled token, of the entropy of the policy that sampled it, so
-    the choice is noisier than with the entropy. Exactly k tokens are chosen, as in :func:`d3s_kernels.select_tokens`.
-    The base loss still sees every token in its ratios, clipping metrics and denominators; the log-probabilities of
+    ``-old_log_prob`` is an unbiased estimate of the old policy's entropy, from only one sampled token, so the choice is
+    noisier than with the entropy. The number of chosen tokens is exact, as in :func:`d3s_kernels.select_tokens`. The
+    ratios, clipping metrics and denominators of the base loss still include every token; the log-probabilities of
     tokens that are not chosen are constants.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
-        loss_agg_mode, config, rollout_is_weights: passed to the base loss. ``config.policy_loss`` has the options
-            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; the other rules also
-            take the surprisal as the entropy), ``token_scope`` ("batch", which is the micro-batch here, or "sequence")
+        loss_agg_mode, config, rollout_is_weights: passed on to the base loss. ``config.policy_loss`` has the options
+            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; the surprisal
+            replaces the entropy in every rule), ``token_scope`` ("batch", which is the micro-batch here, or "sequence")
             and ``drop_zeros`` (False).
 
     Returns:
@@ -89,13 +93,14 @@ def espo_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """ESPO's objective (arXiv 2512.00499, eq. 5), negated: the mean over sequences of the mean over a sequence's groups
-    of the mean over a group's tokens of ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``.
+    """Computes ESPO's loss: the negative of ESPO's objective (arXiv 2512.00499, eq. 5). A token's term in the objective
+    is ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``. The terms are averaged over the tokens of each group, then
+    over the groups of each sequence, then over the sequences.
 
-    Groups, ratio ``s`` and ``epsilon`` come from :func:`d3s_kernels.entropy_groups`,
-    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Token weights turn a sequence's mean
-    over tokens into its mean over groups, so that verl's "seq-mean-token-mean" can average over micro-batches and
-    ranks. ``clip_ratio`` is not used.
+    The groups come from :func:`d3s_kernels.entropy_groups`, the ratio ``s`` from :func:`d3s_kernels.importance_ratio`,
+    and ``epsilon`` from :func:`d3s_kernels.adaptive_clip`. Tokens are weighted such that a sequence's mean over tokens
+    equals its mean over groups. So verl's "seq-mean-token-mean" can average over micro-batches and ranks. verl's option
+    ``clip_ratio`` is not used.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.

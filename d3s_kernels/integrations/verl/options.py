@@ -32,16 +32,17 @@ _BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name
 
 @dataclass
 class D3SOptions(SelectionOptions):
-    """The options of ``trainer.v1.d3s_sync``: those of a selection, and one more."""
+    """The options of ``trainer.v1.d3s_sync``: the options of a selection, and ``sampling_mask_field``."""
 
     sampling_mask_field: str | None = option(None, "the rows' field that has the sets of sampled tokens", _FIELD)
 
 
 @dataclass
 class PolicyLossOptions:
-    """The options of the policy losses ``d3s`` and ``espo``. ``docs/verl.md`` says what each means.
+    """The options of the policy losses ``d3s`` and ``espo``. ``docs/verl.md`` says what each option means.
 
-    ``d3s`` pools the tokens of verl's micro-batch. A policy loss does not know the step, so its share is constant.
+    ``d3s`` chooses among the tokens of one micro-batch of verl. A policy loss does not know the step, so the share of
+    tokens is the same in every step.
     """
 
     base_loss: str = option("vanilla", "the policy loss of all tokens that d3s wraps", _BASE)

@@ -1,7 +1,7 @@
 """The plug-in that verl loads in each of its processes (entry point ``verl.plugins``).
 
-:func:`install` registers our names and replaces functions of verl; nothing else in this package does. Each module lists
-in ``REPLACED`` what it replaces, and by what. :func:`uninstall` restores verl's functions.
+:func:`install` registers our names and replaces functions of verl; no other function of this package does this. Each
+module lists its replacements in ``REPLACED``. :func:`uninstall` restores verl's functions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SETTINGS = {
     "head": "model.fused_kernel_options.impl_backend=d3s",
     "trainer": "trainer.v1.trainer_mode=d3s_sync",
 }
-_replaced: list[tuple[Replaced, Any, Any]] = []  # each with the original and ours
+_replaced: list[tuple[Replaced, Any, Any]] = []  # the replacements that were made, each with the original and ours
 _installed: set[str] = set()
 
 
 def install() -> None:
-    """Registers our names, and makes each module's replacements. A warning names each setting that is not available;
-    the others work.
+    """Registers our names, and makes each module's replacements. Warns about each setting that is not available; the
+    other settings work.
     """
     if (wrong := untested("verl", importlib.metadata.version("verl"), "0.9.1", "0.9.2", "tests/verl")) is not None:
         warnings.warn(f"{wrong}. Nothing was registered", RuntimeWarning, stacklevel=2)
@@ -45,8 +45,8 @@ def install() -> None:
                 raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
             for replaced in getattr(loaded, "REPLACED", ()):
                 _replace(replaced)
-        except Exception as error:  # verl would hide the error
-            _undo(before)  # all of a module's replacements, or none
+        except Exception as error:  # only a warning, since verl would hide an error
+            _undo(before)  # a module makes either all of its replacements, or none
             warnings.warn(
                 f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be used: {error!r}",
                 RuntimeWarning,
@@ -57,13 +57,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts verl's own functions back. Names stay registered, but settings that need a replacement no longer work."""
+    """Restores verl's own functions. Our names stay registered, but settings that need a replacement no longer work."""
     _undo(0)
     _installed.clear()
 
 
 def _undo(before: int) -> None:
-    """Undoes all replacements except the first ``before``."""
+    """Undoes all replacements except the first ``before`` ones."""
     while len(_replaced) > before:
         replaced, original, ours = _replaced.pop()
         _put(replaced, ours, original)
@@ -86,7 +86,9 @@ def _replace(replaced: Replaced) -> None:
 
 
 def _put(replaced: Replaced, before: Any, after: Any) -> None:
-    """Sets the attribute on its owner, and in the ``held_by`` modules that have already imported it by name."""
+    """Replaces ``before`` by ``after`` in the attribute's owner, and in those modules of ``held_by`` that have already
+    imported the attribute by name.
+    """
     for owner in (replaced.owner, *(sys.modules[name] for name in replaced.held_by if name in sys.modules)):
         if getattr(owner, replaced.name, None) is before:
             setattr(owner, replaced.name, after)

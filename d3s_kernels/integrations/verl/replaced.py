@@ -1,4 +1,4 @@
-"""One replacement in verl. Each module lists its own in ``REPLACED``."""
+"""Describes one replacement in verl. Each module lists its replacements in ``REPLACED``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 
 class Replaced(NamedTuple):
-    """A function, method or class of verl."""
+    """A function, method or class of verl, and what replaces it."""
 
     owner: Any
     name: str
-    takes: list[str]  # its parameters in verl 0.9.1
+    takes: list[str]  # the original's parameters in verl 0.9.1
     by: Callable[..., Any]  # our class; or our function, whose first argument is the original
-    held_by: tuple[str, ...] = ()  # modules that import it by name
-    passes_the_rest_on: bool = False  # whether ours passes further parameters on to the original
+    held_by: tuple[str, ...] = ()  # modules that import the original by name
+    passes_the_rest_on: bool = False  # whether our function passes further parameters on to the original

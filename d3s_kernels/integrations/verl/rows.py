@@ -1,4 +1,4 @@
-"""Which of verl's rows form a rollout, and how many rows form an update. Does not import verl."""
+"""Finds the rows of each rollout in verl's batch, and computes how many rows form an update. Does not import verl."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def sessions(keys: Sequence[str]) -> list[list[int]]:
-    """The rows of each rollout's outputs, in the order of the outputs. verl's keys are ``{uid}_{session}_{output}``.
+    """Returns, for each rollout, the rows of its outputs, in the order of the outputs. verl's keys have the form
+    ``{uid}_{session}_{output}``; each session of a uid is a rollout.
 
     Example:
         >>> from d3s_kernels.integrations.verl.rows import sessions
@@ -21,13 +22,14 @@ def sessions(keys: Sequence[str]) -> list[list[int]]:
 
 
 def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
-    """How many rows an optimiser update has after the selection, so that a step makes as many updates as without it.
+    """Returns the number of rows of one optimiser update after the selection. With this number, a step makes as many
+    updates as without the selection.
 
     Args:
-        kept: rows after the selection.
-        rows: rows before the selection.
-        before: rows of an update without the selection; verl's ``ppo_mini_batch_size * rollout.n``.
-        unit: the result is a multiple of this; data-parallel ranks times rows of a micro-batch.
+        kept: the number of rows after the selection.
+        rows: the number of rows before the selection.
+        before: the number of rows of one update without the selection: verl's ``ppo_mini_batch_size * rollout.n``.
+        unit: the result is a multiple of this number: data-parallel ranks times rows of a micro-batch.
 
     Example:
         >>> from d3s_kernels.integrations.verl.rows import rows_of_an_update

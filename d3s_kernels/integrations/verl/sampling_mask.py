@@ -16,30 +16,30 @@ from torch import Tensor
 from ...sampling import SamplingMask, offsets_of
 
 NOTE = "d3s_sampling_mask"
-"""The entry of a batch that tells verl's actor to use sampling masks: ``batch.meta_info[NOTE] = field``."""
+"""The key of the batch entry that makes verl's actor use sampling masks: ``batch.meta_info[NOTE] = field``."""
 
 
 def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tuple[SamplingMask, Tensor]:
-    """For each position of a micro-batch's logits, the set of the token that the position predicts.
+    """Returns, for each position of a micro-batch's logits, the set of the token that the position predicts.
 
     Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
     predict a prompt token have no set. Rows whose ``response_mask`` is all 0 have no sets either: these are verl's
     padding rows, copies of a real row with another response.
 
     Args:
-        data: a micro-batch (TensorDict) as verl's engines get it.
+        data: a micro-batch (TensorDict) in the form in which verl passes it to its engines.
         field: the field of the rows that has the sets, or the sets' key in the rows' ``extra_fields``. The sets are
             either a list of ids for each response token, or one integer tensor ``[B, T, K]``, padded with -1, for all
             rows.
-        width: the sequence dimension of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as
-            with ``use_remove_padding``.
+        width: the sequence length of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as with
+            ``use_remove_padding``.
 
     Returns:
         The ops' arguments ``sampling_mask=`` and ``mask=``, for ``n`` or ``B * width`` rows of logits, on the device of
         ``input_ids``.
 
     Raises:
-        ValueError: no such field; a row whose number of sets differs from its number of response tokens.
+        ValueError: there is no such field; the number of a row's sets differs from the number of its response tokens.
 
     Example:
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
@@ -75,7 +75,9 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
 
 
 def field_of(data: Any, field: str) -> Any:
-    """The sets of the rows: a tensor, or a list with an entry for each row, None for a row without sets."""
+    """Returns the sets of the rows: either a tensor, or a list with an entry for each row. The entry is None for a row
+    without sets.
+    """
     if field in data:
         values = data[field]
         return values if isinstance(values, Tensor) else list(values)
@@ -85,7 +87,7 @@ def field_of(data: Any, field: str) -> Any:
 
 
 def response_lengths(data: Any) -> Tensor:
-    """The number of tokens of each response ``[rows]``, computed as in verl's ``no_padding_2_padding``."""
+    """Returns the number of tokens of each response, ``[rows]``, computed as in verl's ``no_padding_2_padding``."""
     if data["responses"].is_nested:
         lengths: Tensor = data["responses"].offsets().diff()
     else:
@@ -103,8 +105,9 @@ def flat_responses(data: Any, values: Tensor) -> Tensor:
 
 
 def places_of_responses(data: Any, width: int | None = None) -> Tensor:
-    """For each token of all responses, the position before it, which predicts it: an int64 index into the rows of
-    logits. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are nested tensors.
+    """Returns, for each token of all responses, the int64 index of the row of logits that predicts the token: the
+    position before the token. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are
+    nested tensors.
     """
     offsets, lengths = data["input_ids"].offsets(), response_lengths(data)
     starts = offsets[:-1] if width is None else torch.arange(len(lengths), device=offsets.device) * width

@@ -1,8 +1,9 @@
-"""The trainer mode ``d3s_sync``: verl's synchronous V1 trainer, updating only on chosen rollouts and tokens.
+"""The trainer mode ``d3s_sync``: verl's synchronous V1 trainer, but it updates only on chosen rollouts and tokens.
 
-Two overrides do this. :meth:`D3STrainerSync._balance_batch` chooses the rollouts, after the rewards and before the old
-log-probabilities. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the entropy of the old policy, which
-verl's trainer stores together with the old log-probabilities. Both run in the driver, on CPU tensors.
+Two overridden methods make the choices. :meth:`D3STrainerSync._balance_batch` chooses the rollouts, after the rewards
+and before the old log-probabilities are computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the
+entropies of the old policy, which verl's trainer stores together with the old log-probabilities. Both run in the
+driver, on CPU tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
 
 @register_trainer(MODE)
 class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
-    """verl's synchronous V1 trainer with D3S; options in ``trainer.v1.d3s_sync``, see ``docs/verl.md``.
+    """verl's synchronous V1 trainer with D3S. The options are in ``trainer.v1.d3s_sync``; ``docs/verl.md`` describes
+    them.
 
     Raises:
         ValueError: a bad or unknown option, or a configuration that the mode does not support; the message names the
@@ -56,11 +58,12 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
         self._selection = Selection(self.d3s)
         _require(config, self.d3s)
-        # verl compares this string in its replay buffer, and when it submits prompts, refills and writes checkpoints.
+        # verl compares the mode with "sync" in its replay buffer, and when it submits prompts, refills and writes
+        # checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
-        self._rows = (0, 0)  # rows of this step before and after the selection; 0 until rollouts were chosen
-        self._tokens_are_chosen = False  # whether in this step
+        self._rows = (0, 0)  # the step's number of rows before and after the selection; 0 until then
+        self._tokens_are_chosen = False  # in this step
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
 
@@ -73,29 +76,33 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, what: Literal["rollouts", "tokens"]) -> torch.Generator:
-        """For the rule "random": a generator seeded with the run's seed and the step. It is the same after a resume."""
+        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step and the choice, so it
+        draws the same values after a resume.
+        """
         seed = 1_000_003 * (self.config.data.get("seed") or 0) + self.global_steps
         return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
         """Drops rollouts, then lets verl balance the rest.
 
-        ``_compute_reward_colocate`` cannot do this: verl skips it if separate workers compute the rewards.
+        ``_compute_reward_colocate`` could not drop them: verl skips this method if separate workers compute the
+        rewards.
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
         return super()._balance_batch(kept, metrics, **options)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """The rows of an update: a step makes as many updates as without D3S, each on fewer rows.
+        """Returns the number of rows of one update. A step makes as many updates as without D3S, each on fewer rows.
 
-        verl pads the batch to whole updates. With its own multiple, ``ppo_mini_batch_size * rollout.n``, padding rows
-        would replace the dropped ones, and losses that are a mean over sequences would count them.
+        verl pads the batch to a multiple of this number. With verl's own number, ``ppo_mini_batch_size * rollout.n``,
+        padding rows would replace the dropped rows, and losses that average over sequences would count the padding
+        rows.
         """
         self._require_rollouts()
         config, (rows, kept) = self.config.actor_rollout_ref, self._rows
-        # With a fixed micro-batch size, verl makes no partial micro-batch, so a rank's rows must fill its
-        # micro-batches.
+        # With a fixed micro-batch size, verl makes only full micro-batches, so a rank's number of rows must be a
+        # multiple of this size.
         sizes = []
         if not config.actor.use_dynamic_bsz:
             sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
@@ -112,7 +119,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """With sampling masks, checks the sets of all rows before the pass, and the entropies after it."""
+        """Lets verl compute the old log-probabilities. With sampling masks, checks the sets of all rows before this
+        pass, and the entropies after it.
+        """
         field = self.d3s.sampling_mask_field
         if field is None:
             return super()._compute_old_log_prob(batch, metrics)
@@ -122,7 +131,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
         sizes = require_sets(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
         of_sets = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))  # mass is NaN
+        # The probability mass of the sets is not recorded here, and so NaN.
+        metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
         return batch
@@ -131,13 +141,17 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return super()._compute_ref_log_prob(self._noted(batch), metrics)
 
     def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """The batch, with a note for the workers' engine: the field that has the sets."""
+        """Returns the batch. If there are sets, adds a note for the workers' engine: the name of the field with the
+        sets.
+        """
         if self.d3s.sampling_mask_field is not None:
             batch.extra_info[NOTE] = self.d3s.sampling_mask_field
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute advantages, replaces them by the full groups' if configured so, then chooses the tokens."""
+        """Lets verl compute the advantages, replaces them by advantages over the full groups if the option
+        ``advantages_from`` asks for it, and then chooses the tokens.
+        """
         self._require_rollouts()
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
@@ -149,7 +163,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         fields = {}
 
         if self.d3s.advantages_from == "all":
-            by_row = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # padding rows have none
+            by_row = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # 0 for padding rows
             advantages = by_row.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
@@ -167,8 +181,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
         )
-        # It can happen that no token is kept: with drop_zeros, if in every group all rewards are equal; or if no token
-        # is trusted. verl would divide by 0, so all tokens are kept then; their advantages are 0.
+        # It can happen that the selection keeps no token: with drop_zeros, if the rewards of every group are all equal;
+        # or if no token is trusted. verl would then divide by 0. So all tokens are kept in this case; their advantages
+        # are 0.
         any_kept = bool(tokens.mask.any())
         kept = tokens.mask if any_kept else loss_mask.bool()
         if self.d3s.loss_denominator == "kept":
@@ -187,7 +202,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """For this call, sets verl's rows per update, ``ppo_mini_batch_size * rollout.n``, to the reduced number."""
+        """Lets verl update the actor. During this call, ``ppo_mini_batch_size * rollout.n``, verl's number of rows per
+        update, is set to the reduced number.
+        """
         if not self._tokens_are_chosen:
             raise RuntimeError(f"{MODE}: no tokens were chosen in this step: verl has not called _compute_advantage")
         self._rows, self._tokens_are_chosen = (0, 0), False
@@ -199,7 +216,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             return super()._update_actor(self._noted(batch), metrics)
 
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """The batch without the rows of dropped rollouts, which are removed from verl's storage too."""
+        """Chooses the rollouts. Returns the batch without the rows of dropped rollouts, and removes these rows from
+        verl's storage.
+        """
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
@@ -228,7 +247,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         metrics.update(
             _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
         )
-        # verl's own metrics cover only the kept rollouts, which were chosen for their extreme scores.
+        # verl's own metrics cover only the kept rollouts, which were chosen for their extreme scores. So the mean score
+        # of all rollouts is logged too.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
 
@@ -276,7 +296,7 @@ def _require(config: Any, options: D3SOptions) -> None:
 
 @contextmanager
 def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Sets values of the configuration inside this context, and restores the old ones afterwards."""
+    """A context in which the configuration has the given values. At its end, the previous values are restored."""
     before = {key: OmegaConf.select(config, key) for key in values}
     try:
         for key, value in values.items():

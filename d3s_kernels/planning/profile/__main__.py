@@ -1,9 +1,9 @@
 """``d3s profile``, or ``python -m d3s_kernels.planning.profile``: samples a model on every query of a dataset and
 counts successes.
 
-The first step of sGPO (arXiv 2606.08854). It writes one line of JSON for each finished query. If it is interrupted, the
-same command continues, and the result is the same as without the interruption. Each completion has its own random
-numbers, so another batch size or device changes only rounding, which in rare cases changes a sampled token.
+This is the first step of sGPO (arXiv 2606.08854). The command writes one line of JSON for each finished query. If it is
+interrupted, the same command continues, and the result is the same as without the interruption. Each completion has its
+own random numbers, so another batch size or device changes only rounding, which in rare cases changes a sampled token.
 
     d3s profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
         --reward rewards.py:is_correct --out profile.jsonl
@@ -63,9 +63,11 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """The settings that determine the result, and a hash of the rows: a file is continued only if both are the same."""
+    """Returns the settings that determine the result, and a hash of the rows. A file is continued only if it has the
+    same settings and the same hash.
+    """
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "device")}
-    # Of a value that JSON cannot express, only the type is hashed.
+    # If JSON cannot express a value, only the value's type is hashed.
     text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
     return {**settings, "queries": len(rows), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 

@@ -1,5 +1,5 @@
-"""The files of a profile: the dataset with the queries, and the profile itself. The profile's first line has the
-settings. Then it has one line for each query, written when that query is finished.
+"""Reads and writes the files of profiling: the dataset with the queries, and the profile. The first line of a profile
+has the settings. Each further line has the result of one query, and is written when this query is finished.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Record:
 
 
 def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
-    """Successes and samples of each query, from the file that ``python -m d3s_kernels.planning.profile`` wrote.
+    """Reads the successes and samples of each query from the file that ``python -m d3s_kernels.planning.profile``
+    wrote.
 
-    A completion that the reward function could not score is not a sample, so a query may have fewer samples, or none.
-    :func:`plan_rollouts` refuses queries without samples: in that case plan for ``successes[samples > 0]``,
-    ``samples[samples > 0]`` and the same rows of the dataset.
+    A completion that the reward function could not score is not a sample, so a query may have fewer samples than
+    others, or none. :func:`plan_rollouts` refuses queries without samples. If there are such queries, pass
+    ``successes[samples > 0]`` and ``samples[samples > 0]`` to it, and use only these rows of the dataset.
 
     Args:
         path: a finished profile.
@@ -63,10 +64,11 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
 
 
 class ProfileFile:
-    """A profile that is open for writing, either new or continued. ``done`` has the queries that already have a line.
+    """A profile that is open for writing, either new or continued. ``done`` has the indices of the queries that already
+    have a line.
 
-    An incomplete last line, which a crash may leave, is removed. A file with other settings, or of another kind, is
-    refused and not changed.
+    An incomplete last line, which a crash may leave, is removed. A profile with other settings, or a file that is not a
+    profile, is refused and not changed.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -76,7 +78,7 @@ class ProfileFile:
         self.done: set[int] = set()
         if complete:
             written, records = _parse(path, complete)
-            wanted = json.loads(first)["settings"]  # read back from JSON, so that it can be compared
+            wanted = json.loads(first)["settings"]  # through JSON, as in the file, so that both can be compared
             for name in sorted({*written, *wanted}):
                 if written.get(name) != wanted.get(name):
                     raise ValueError(
@@ -105,7 +107,7 @@ class ProfileFile:
 
 
 def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record]]:
-    """The settings, and the records by the index of their query."""
+    """Returns the settings, and the records by query index."""
     lines = content.splitlines()
     try:
         settings: dict[str, Any] = json.loads(lines[0])["settings"]
@@ -125,8 +127,9 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record
 
 
 def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
-    """All rows of a JSONL file, or of a dataset that the datasets library loads by name, each with all columns. The
-    prompt's column is renamed to ``prompt``, as in TRL, and replaces any other column of that name.
+    """Returns all rows of a JSONL file, or of a dataset that the datasets library loads by name. Each row has all
+    columns. The column ``prompt_column`` is renamed to ``prompt``, as in TRL, and replaces any other column of that
+    name.
     """
     if Path(dataset).is_file():
         rows = _json_lines(Path(dataset))

@@ -1,4 +1,4 @@
-"""From queries to records: samples completions of each query, scores them as TRL does, and writes the counts."""
+"""Samples completions of each query, scores them as TRL does, and writes the counts of successes and samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def profile(options: Namespace, rows: list[Row], reward: Callable[..., Any], fil
     )
     samples, batch_size = options.samples, options.batch_size
     # Queries are sampled together in blocks. A query's padding, and so the rounding of its logits, depends on the other
-    # queries of its block. So the blocks do not depend on which queries are done already.
+    # queries of its block. So the division into blocks must not depend on which queries are done already.
     block_size = max(1, batch_size // samples)
     with tqdm(total=len(rows), initial=len(file.done), unit="query") as bar:
         for first in range(0, len(rows), block_size):
@@ -70,11 +70,11 @@ def profile(options: Namespace, rows: list[Row], reward: Callable[..., Any], fil
 
 
 class OwnNumbers(LogitsProcessor):
-    """Samples a token for each row with the row's own random numbers, and masks all other tokens, so greedy search
-    takes it.
+    """Samples a token for each row with the row's own random numbers, and masks all other tokens, so that greedy search
+    takes the sampled token.
 
-    ``generate`` itself draws a whole batch from one generator. So a query's completions would depend on the other rows
-    of the batch, and would change after a restart.
+    ``generate`` itself would draw the tokens of a whole batch from one generator. Then a query's completions would
+    depend on the other rows of the batch, and would change after a restart.
     """
 
     def __init__(self, rows: Sequence[random.Random], temperature: float) -> None:
@@ -83,8 +83,8 @@ class OwnNumbers(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         reached = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         numbers = torch.tensor([row.random() for row in self.rows], dtype=torch.float64, device=scores.device)
-        below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # even when rounded: random() is at most 1 - 2^-53
-        token = torch.searchsorted(reached, below_the_sum, right=True)  # the first sum above it: probability > 0
+        below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # even after rounding: random() is at most 1 - 2^-53
+        token = torch.searchsorted(reached, below_the_sum, right=True)  # the first larger sum: the token has p > 0
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
 
@@ -101,9 +101,9 @@ class Sampler:
             max_new_tokens=max_new_tokens,
             do_sample=False,  # OwnNumbers samples
             num_beams=1,
-            # Options left out would come from the model's configuration, but the profile needs the unmodified policy.
-            # Greedy search reads only repetition_penalty. The other three are set to avoid a warning about the model's
-            # values.
+            # An option that is not set here would come from the model's configuration, but the profile needs the
+            # unmodified policy. Of the next four options, greedy search reads only repetition_penalty. The other three
+            # are set to avoid a warning about the model's values.
             repetition_penalty=1.0,
             temperature=1.0,
             top_k=50,
@@ -113,7 +113,9 @@ class Sampler:
         )
 
     def prompt_ids(self, prompt: Any) -> list[int]:
-        """The token ids of a prompt: of text, or of messages through the chat template."""
+        """Returns the token ids of a prompt. A prompt is either text, or messages, to which the chat template is
+        applied.
+        """
         if isinstance(prompt, str):
             ids: list[int] = self.tokenizer(text=prompt)["input_ids"]
         else:
@@ -125,7 +127,9 @@ class Sampler:
         return ids
 
     def completions(self, prompts: Sequence[list[int]], keys: Iterable[str]) -> list[list[int]]:
-        """One completion for each prompt, sampled with the prompt's key as seed, and including its end token."""
+        """Returns one completion for each prompt, sampled with the prompt's key as seed. A completion includes its end
+        token.
+        """
         width = max(map(len, prompts))
         rows = [random.Random(key) for key in keys]
         padded = [[self.padding] * (width - len(ids)) + ids for ids in prompts]
@@ -144,13 +148,15 @@ class Sampler:
         return completions
 
     def as_rewarded(self, prompt: Any, ids: Sequence[list[int]]) -> list[Any]:
-        """The completions of ``prompt`` in the form that a reward function gets: text, or a message."""
+        """Returns the completions of ``prompt`` as a reward function gets them: as text if the prompt is text, else as
+        messages.
+        """
         texts: list[str] = self.tokenizer.batch_decode(list(ids), skip_special_tokens=True)
         return texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
 
 
 def _ids(tokens: int | Sequence[int] | None) -> set[int]:
-    """The token ids of a configuration, which may have none, one or several."""
+    """Returns the set of token ids in a configuration's entry, which may have no id, one id or several ids."""
     if tokens is None:
         return set()
     return {tokens} if isinstance(tokens, int) else set(tokens)
@@ -160,7 +166,7 @@ def _ids(tokens: int | Sequence[int] | None) -> set[int]:
 
 
 def load_reward(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``file.py:function`` names."""
+    """Loads the function that ``name`` refers to, either as ``module:function`` or as ``file.py:function``."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise ValueError(f"reward: got {name!r}; takes 'module:function' or 'file.py:function'")
@@ -172,7 +178,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         assert spec is not None  # since the name ends in .py
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, like a script
+        sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
         sys.modules.setdefault(path.stem, module)
         spec.loader.exec_module(module)
     else:
@@ -189,7 +195,9 @@ def load_reward(name: str) -> Callable[..., Any]:
 
 
 def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids: Sequence[list[int]]) -> list[float]:
-    """The reward of each completion of a query; NaN where the function returns None, which in TRL means unscorable."""
+    """Returns the reward of each completion of a query. If the function returns None for a completion, which in TRL
+    means that it cannot be scored, the reward is NaN.
+    """
     count = len(completions)
     not_passed = {"prompt", "completion", "completion_ids"}  # TRL does not pass these columns on either
     rewards = reward(
@@ -197,7 +205,7 @@ def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids:
         completions=list(completions),
         completion_ids=list(ids),
         **{name: [value] * count for name, value in row.items() if name not in not_passed},
-        trainer_state=TrainerState(),  # as before the first step
+        trainer_state=TrainerState(),  # the state before the first step
         log_extra=lambda *_, **__: None,
         log_metric=lambda *_, **__: None,
     )

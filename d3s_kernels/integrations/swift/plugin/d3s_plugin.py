@@ -1,4 +1,6 @@
-"""For ms-swift's ``--external_plugins``: its GRPO trains on the rollouts and the tokens that D3S chooses."""
+"""The plug-in for ms-swift's ``--external_plugins``. ms-swift's GRPO then trains on the rollouts and tokens that D3S
+chooses.
+"""
 
 from d3s_kernels.integrations.swift.register import register
 
