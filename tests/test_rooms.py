@@ -48,7 +48,7 @@ ROOMS = {
     "_exact": "_dispatch reference",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection _together sampling",
-    "_head": "_arguments _dispatch _groups _together sampling",
+    "_head": "_arguments _dispatch _groups _together _torch sampling",
     "_selection": "_arguments _dispatch _segments",
     "sampling": "_arguments _dispatch _together",
     "_groups": "",

@@ -64,12 +64,12 @@ def topk_mask(
     arguments = agree(ranks, "topk_mask", check, lambda _: same | _alike(layout, scores))
     if ranks.size == 1 or layout.is_whole(scores):
         return ops.topk_mask(*arguments)
-    quota, checked_mask = Quota(*arguments[1:5]), arguments[5]
+    _, *quota, checked_mask = arguments[:6]
     pieces = layout.offsets
     if layout.placement == "global":
         pieces = _pieces(layout, ranks.gather_number(scores.numel(), scores), ranks, "scores")
     keys = ops.topk_order_keys(scores, None, checked_mask, None)
-    return keep_top(keys, pieces, quota, drop_zeros, ranks)[0]
+    return keep_top(keys, pieces, Quota(*quota), drop_zeros, ranks)[0]
 
 
 def select_tokens(

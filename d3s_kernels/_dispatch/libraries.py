@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
@@ -73,14 +73,16 @@ def default_arguments(op: str) -> dict[str, Any]:
     return {argument.name: argument.default_value for argument in schema_of(op).arguments}
 
 
+def named(op: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Returns an op's arguments by name. Torch may leave out the last arguments if they have their default values."""
+    return dict(zip(argument_names(op), arguments, strict=False))
+
+
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel that takes the op's arguments by name. Torch passes the arguments by position, and may leave out
-    final arguments that have their default values.
-    """
-    names = argument_names(op)
+    """Wraps a kernel that takes the op's arguments by name. Torch passes the arguments by position."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        return kernel(**dict(zip(names, arguments, strict=False)), **options)
+        return kernel(**named(op, arguments), **options)
 
     return call
 

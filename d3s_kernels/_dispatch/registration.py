@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _torch
 from .._arguments import require_readable
 from .backends import DEVICES, is_built
-from .libraries import COMPILED, argument_names, by_name, default_arguments, schema_of
+from .libraries import COMPILED, argument_names, by_name, default_arguments, named, schema_of
 
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 
@@ -155,7 +155,7 @@ def refuse_unreadable(op: str) -> None:
     """
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        by_names = dict(zip(argument_names(op), arguments, strict=False)) | options
+        by_names = named(op, arguments) | options
         require_readable(**{name.removesuffix("_tensor"): value for name, value in by_names.items()})
         raise AssertionError(f"one of {', '.join(by_names)} has a layout that require_readable takes")
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from .._dispatch import ops
 from .._dispatch.backends import DEVICES
 from .._dispatch.faults import look
-from .._dispatch.libraries import argument_names
+from .._dispatch.libraries import argument_names, named
 from .._dispatch.registration import Gradient, refuse_unreadable, register_gradient, register_no_second_derivative
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
+from .._torch.kernels import row_statistics
 from .backward import INPUTS, Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
 from .problem import HeadProblem, Shard, problem_of
@@ -31,11 +32,6 @@ def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     for key in DEVICES.values():
         _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"d3s_kernels::{name}", fake, lib=_library)
-
-
-def _results(like: Tensor) -> tuple[Tensor, ...]:
-    """Makes four uninitialised results with a value for each row: log-probability, entropy, maximum and log S."""
-    return tuple(like.new_empty(like.shape[:-1], dtype=torch.float32) for _ in range(4))
 
 
 def _with_known_labels(values: dict[str, Any]) -> None:
@@ -62,7 +58,7 @@ _ARGUMENTS = (
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
     problem = problem_of(*arguments)
     if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU, the op itself checks the values
-        look("linear_logprob_entropy", dict(zip(argument_names("linear_logprob_entropy"), arguments, strict=False)))
+        look("linear_logprob_entropy", named("linear_logprob_entropy", arguments))
     return forward(problem)
 
 
@@ -81,7 +77,7 @@ def _fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
 _declare(
     f"linear_logprob_entropy({_ARGUMENTS}) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     _forward_kernel,
-    lambda hidden, *_: _results(hidden),
+    lambda hidden, *_: row_statistics(hidden, hidden.shape[:-1]),
 )
 _declare(
     "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor entropy, Tensor row_max, "
@@ -185,7 +181,7 @@ _declare(
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
     "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     of_schema(_vocab_parallel_kernel),
-    lambda logits, *_: _results(logits),
+    lambda logits, *_: row_statistics(logits, logits.shape[:-1]),
 )
 
 

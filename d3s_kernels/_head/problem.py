@@ -24,7 +24,7 @@ from .._arguments import (
     temperature_argument,
 )
 from .._dispatch import ops
-from .._dispatch.libraries import argument_names, default_arguments
+from .._dispatch.libraries import default_arguments, named
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
 from ..sampling import SamplingOptions
 
@@ -137,7 +137,7 @@ class HeadProblem(NamedTuple):
         """Returns the arguments of another op. Each argument is found by name in ``others`` or in this problem. If an
         argument is in neither, it has the op's default value.
         """
-        values = dict(zip(argument_names("linear_logprob_entropy"), self._without_shard(), strict=False)) | others
+        values = named("linear_logprob_entropy", self._without_shard()) | others
         if self.shard.ranks is not None:  # without ranks, the op's default stands for the whole vocabulary
             values["first_token"] = self.shard.first_token
         return [values.get(name, default) for name, default in default_arguments(op).items()]

@@ -47,6 +47,6 @@ def like(name: str, dtype: torch.dtype | None = None) -> Kernel:
     return fake
 
 
-def row_statistics(device: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+def row_statistics(like: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     """Makes four uninitialised results for rows of logits: log-probability, entropy, maximum and log S."""
-    return tuple(device.new_empty(shape, dtype=torch.float32) for _ in range(4))
+    return tuple(like.new_empty(shape, dtype=torch.float32) for _ in range(4))
