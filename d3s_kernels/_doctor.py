@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ._dispatch import backends
-from ._selfcheck import checks, raised
-from .compare import Comparison, Difference
+from ._exact import FUNCTIONS, LENGTHS, calls
+from .compare import Comparison, Difference, compare_here, public, row_of
 
 OLDEST = (8, 0)  # the lowest compute capability that the CUDA kernels can be compiled for
 SCHEMA = 1  # the version of the JSON report; increased when a field changes its meaning or is removed
@@ -102,7 +102,7 @@ def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool
         # If there is only one back-end, a line is printed for each op as soon as the op has run. So the text shows at
         # which op a GPU hangs.
         error, ops = _run(device, backend, say if len(names) == 1 else None)
-        good &= all(worst.agrees or (raised(worst) and not serves) for worst in ops.values())
+        good &= all(worst.agrees or (_raised(worst) and not serves) for worst in ops.values())
         good &= not (serves and error)
         examined.append({"backend": backend, "serves": serves, "error": error, "ops": _as_json(ops)})
         if error:
@@ -140,7 +140,7 @@ def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | Non
                     say(f"  {op:33}{shown}")
     except Exception as fault:  # any error of a driver or a compiler belongs in the report
         error = f"{type(fault).__name__}: {fault}"
-    if ops and all(map(raised, ops.values())):  # for example, if there is no compiler
+    if ops and all(map(_raised, ops.values())):  # for example, if there is no compiler
         op, worst = next(iter(ops.items()))
         return f"{op}: {worst.output}", {}
     return error, ops
@@ -151,7 +151,7 @@ def _cell(worst: Difference) -> str:
     "not run".
     """
     if not worst.agrees:
-        return "not run" if worst.output.startswith("not run") else "raised" if raised(worst) else "WRONG"
+        return "not run" if worst.output.startswith("not run") else "raised" if _raised(worst) else "WRONG"
     return f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
 
 
@@ -164,3 +164,55 @@ def _as_json(ops: dict[str, Difference]) -> dict[str, Any]:
         error, allowed = (part if math.isfinite(part) else None for part in (worst.error, worst.allowed))
         facts[op] = {"output": worst.output, "error": error, "allowed": allowed, "agrees": worst.agrees}
     return facts
+
+
+# ---- the checks ------------------------------------------------------------------------------------------------------
+
+
+def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
+    """Yields the name and the worst result of each op. After a device fault, no further op runs."""
+    failed = None
+    for op in calls(LENGTHS[0]):
+        if op == "wide_product_" and device.type != "cpu":
+            continue
+        worst = worst_of(op, device, backend) if failed is None else _nothing(backend, f"not run: {failed}")
+        yield op, worst
+        if failed is None and _raised(worst) and not _works(device):
+            failed = f"the device failed at {op}"
+
+
+def worst_of(op: str, device: torch.device, backend: str) -> Difference:
+    """Runs an op's call for each of ``LENGTHS``, and returns the difference that is the largest share of its allowed
+    error. If an error is larger than allowed, returns the first such difference, with the length in its ``output``. If
+    a call raises, returns a difference with the exception in its ``output``.
+    """
+    row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
+    found: list[Difference] = []
+    for length in LENGTHS:
+        try:
+            differences = compare_here(row, call, calls(length)[op], device, backend)
+        except Exception as fault:  # an error of a kernel, a driver or a compiler
+            first_line = next(iter(str(fault).splitlines()), "")
+            return _nothing(backend, f"{type(fault).__name__} at length {length}: {first_line}")
+        for difference in differences:
+            if not difference.agrees:
+                return difference._replace(output=f"{difference.output} at length {length}")
+        found += differences
+    return max(found, key=lambda difference: difference.share)
+
+
+def _raised(worst: Difference) -> bool:
+    """Whether the op raised an exception or did not run, so that there is no result to compare."""
+    return worst.index is None and worst.error == math.inf
+
+
+def _nothing(backend: str, why: str) -> Difference:
+    return Difference(backend, why, None, math.inf, 0.0)
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the device still computes. After a kernel fault, every call on the device fails."""
+    try:
+        return torch.ones(2, device=device).sum().item() == 2
+    except Exception:
+        return False

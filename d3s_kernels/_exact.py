@@ -1,5 +1,5 @@
-"""Exact results and allowed errors for ``compare``, the doctor and the tests. The allowed errors are only as large as
-float32 requires.
+"""Exact results and allowed errors for ``compare``, the doctor and the tests, and the fixed calls of the doctor. The
+allowed errors are only as large as float32 requires.
 
 The exact results of a public function come from ``reference.py``. The exact results of an op come from plain PyTorch on
 the CPU: an op is a step of a public function, and the whole function is compared with ``reference.py``.
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from . import reference
 from ._dispatch import backends
 from ._dispatch.libraries import schema_of
+from .sampling import SamplingMask
 
 Arguments = Mapping[str, Any]
 # A function that takes an exact result and the arguments of the call, and returns the allowed error: a tensor that
@@ -130,8 +133,8 @@ def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> 
     """Returns the selection that follows exactly from the entropies in ``found``, with the exact entropies in its field
     ``entropy``.
     """
-    only_entropy = ("temperature", "sampling_mask", "max_dense_rows")
-    of_entropy = {name: options.pop(name) for name in only_entropy if name in options}
+    of_choice = signature(reference.select_tokens).parameters
+    of_entropy = {name: options.pop(name) for name in [*options] if name not in of_choice}
     exact = reference.entropy(logits, mask=options.get("mask"), **of_entropy)
     return reference.select_tokens(found["entropy"], **options)._replace(entropy=exact)
 
@@ -162,6 +165,90 @@ FUNCTIONS: dict[str, Row] = {
     "entropy_groups": Row(reference.entropy_groups, {"groups": equal}),
     "adaptive_clip": Row(reference.adaptive_clip, {"epsilon": near(1e-10, 1e-6)}),
 }  # fmt: skip
+
+
+# ---- fixed calls for d3s doctor --------------------------------------------------------------------------------------
+
+# The lengths of rows and segments: a short length, a length that does not fill a block, and a length that needs several
+# blocks of a GPU kernel.
+LENGTHS = (8, 333, 5000)
+
+
+@cache
+def calls(length: int) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of one call for each op that needs no process group. If an op has a public function, the
+    arguments are for this function. The arguments are the same in every report.
+    """
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    # Five rows of logits. In the first row, some tokens have probability 0. The logits of the second row are far from
+    # 0. The fourth row is masked. The sampling mask keeps three tokens of the first row, one token of the second row,
+    # and all tokens of the third row.
+    logits, labels = 3 * normal(5, length), torch.tensor([2, -100, 7, 0, 5])
+    logits[0, 3::3], logits[1] = -math.inf, logits[1] + 1000
+    mask, temperature = torch.tensor([True, True, True, False, True]), torch.tensor([1.0, 0.7, 2.0, 1.0, 0.9])
+    kept = SamplingMask(torch.tensor([0, 1, 2, 3, 4, 5, 7]).int(), torch.tensor([0, 3, 4, 4, 5, 7]))
+    spans = {"labels": labels, "mask": mask, "sampling_ids": kept.token_ids, "sampling_offsets": kept.offsets}
+    rows = {"labels": labels, "temperature_tensor": temperature}
+    states = torch.stack([logits.amax(-1), 1 + normal(5) ** 2, -(normal(5) ** 2), logits[:, 0]], -1)
+    incoming = {"grad_logprob": normal(5), "grad_entropy": normal(5)}
+    incoming |= {"entropy": torch.ones(5), "row_max": logits.amax(-1), "log_sum": torch.ones(5)}
+    hidden, weight = normal(5, 24).bfloat16(), normal(length, 24).bfloat16()
+    places = {"rows": torch.tensor([0, 0, 0, -1, -1, 4, 4, 0, -1, -1, -1, -1]).int(), "grad": normal(12)}
+    places["tokens"] = torch.arange(12).int() % 5
+
+    # Four segments; one of them is empty. The scores have ties, NaN and infinity.
+    n, offsets = 3 * length, torch.tensor([0, length, length, 3 * length - 2, 3 * length])
+    scores, old, new, each = normal(n).round(decimals=1), normal(n), normal(n), normal(4)
+    scores[::5], scores[3], scores[4] = 0.0, math.nan, -math.inf
+    segments = {"mask": normal(n) > -1, "offsets": offsets}
+    groups = {"groups": (new.abs() * 4).clamp(max=15).to(torch.int8), **segments}
+    keys = torch.ops.d3s_kernels.topk_order_keys(scores)
+    first = {"search": torch.zeros(4, 3, dtype=torch.int64), "shift": 24}
+    counts = (5 * normal(4, 256).abs()).long()
+    search = torch.tensor([[2**31, 2, length // 2], [0, 0, 0], [2**31, 1, length], [2**31 - 1, 1, 1]])
+    return {
+        "logprob_entropy": {
+            "logits": logits.clone().requires_grad_(), "labels": labels, "temperature": temperature, "mask": mask,
+            "sampling_mask": kept, "label_outside": "include",
+        },
+        "logprob_entropy_backward": {"logits": logits.bfloat16(), "mask": mask, **incoming, **rows},
+        "softmax_state_": {"state": states, "logits": logits, "first_token": 0, **rows},
+        "softmax_state_finish": {"state": torch.stack([states, states]), "temperature_tensor": temperature},
+        "logprob_entropy_backward_": {"logits": logits, "first_token": 0, **incoming, **rows},
+        "linear_logprob_entropy": {
+            "hidden": hidden.clone().requires_grad_(), "weight": weight.clone().requires_grad_(), "labels": labels,
+            "temperature": temperature, "mask": mask, "logit_softcap": 30.0,
+        },
+        "kept_logits": {"hidden": hidden, "weight": weight, **spans},
+        "kept_logits_backward": {"logits": normal(12).expand(5, -1), "kept_of": length, **incoming, **spans},
+        "kept_hidden_grad_": {
+            "weight": weight, "offsets": kept.offsets, "undefined": labels < 0, "out": hidden * 0, **places
+        },
+        "kept_weight_grad_": {"hidden": hidden, "out": weight * 0, **places},
+        "wide_product_": {"hidden": hidden, "weight": weight, "out": torch.empty(5, length)},
+        "topk_mask": {"scores": scores, "ratio": 0.3, **segments},
+        "select_tokens": {"entropy": scores, "advantages": each, "ratio": 0.3, **segments},
+        "select_tokens_from_logits": {
+            "logits": logits, "advantages": new[0], "ratio": 0.5, "mask": mask, "temperature": temperature
+        },
+        "compact": {"mask": segments["mask"], "capacity": 2 * length},
+        "topk_order_keys": {"scores": scores, "advantages": each, **segments},
+        "topk_count_digit": {"keys": keys, "bits": 8, "offsets": offsets, **first},
+        "topk_choose_digit_": {"counts": counts, "ratio": 0.3, **first},
+        "topk_mask_from_key": {"keys": keys, "search": search, "ties": search[:, 1] + 1, "offsets": offsets},
+        "group_advantages": {"rewards": scores.abs(), "offsets": offsets},
+        "max_variance_select": {"values": scores, "keep": 3, **segments},
+        "importance_ratio": {
+            "logprob": new.clone().requires_grad_(), "old_logprob": old, "level": "entropy_group", **groups
+        },
+        "importance_ratio_backward": {"grad_ratio": old, "ratio": new.exp(), "mask": segments["mask"]},
+        "entropy_groups": {"entropy": new.abs(), "quantiles": (0.2, 0.8), **segments},
+        "adaptive_clip": {"entropy": new.abs(), "vocab_size": 1000, **groups},
+    }  # fmt: skip
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------

@@ -22,12 +22,11 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 # From the top down: each room, and the rooms that it may import.
 ROOMS = {
     "__main__": "_doctor planning",
-    "_doctor": "_dispatch _selfcheck compare",
+    "_doctor": "_dispatch _exact compare",
     "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics page "
     "ratios recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
     "planning": "_arguments",
     # what users call
-    "_selfcheck": "_exact compare sampling",
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
     "metrics": "rollouts schedule tokens",
     "selection": "_across_ranks _arguments _groups rollouts schedule selection_options tokens trust",
@@ -45,7 +44,7 @@ ROOMS = {
     "sampling_rules": "_arguments _dispatch sampling",
     "page": "_arguments _page",
     # how it is checked
-    "_exact": "_dispatch reference",
+    "_exact": "_dispatch reference sampling",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection _together sampling",
     "_head": "_arguments _dispatch _groups _together _torch sampling",

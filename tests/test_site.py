@@ -57,7 +57,7 @@ def public_names(module: str) -> list[str]:
     ["d3s_kernels", "d3s_kernels.distributed", "d3s_kernels.integrations.trl", "d3s_kernels.integrations.verl"],
 )
 def test_every_public_name_is_described(module: str) -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/site/api").glob("*.rst"))
+    pages = "".join(site_pages.with_functions(site_pages.read(file)) for file in all_places() if file.suffix == ".rst")
     described = {*re.findall(r":: (d3s_kernels[\w.]*)$", pages, re.MULTILINE), "d3s_kernels.build_info"}
     assert not [name for name in public_names(module) if f"{module}.{name}" not in described]
 

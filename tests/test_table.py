@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+import shutil
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import get_args
 
 import pytest
@@ -23,9 +26,8 @@ import d3s_kernels as d3s
 from d3s_kernels import _build, _torch, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import COMPILED, registered
-from d3s_kernels._exact import written_arguments
+from d3s_kernels._exact import calls, written_arguments
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
-from d3s_kernels._selfcheck import calls
 from d3s_kernels.compare import compare_here
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +73,9 @@ def test_every_back_end_has_its_ops() -> None:
     require_all("plain PyTorch's kernels", _torch.KERNELS, served_by("kernels"))
     triton = pytest.importorskip("d3s_kernels._triton", reason="needs Triton")
     assert set(triton.KERNELS) <= served_by("kernels")
+    files = [import_module(f"{triton.__name__}.{file.name}") for file in iter_modules(triton.__path__)]
+    defined = {name for file in files for name, _ in inspect.getmembers(file, inspect.isfunction)}
+    require_all("KERNELS of d3s_kernels/_triton/__init__.py", triton.KERNELS, defined.intersection(registered()))
 
 
 @pytest.mark.skipif(backends.forced_backend is not None or replaced(), reason="other kernels serve the CPU here")
@@ -116,6 +121,16 @@ def test_the_suites_for_a_gpu_are_there() -> None:
     assert not forgotten, f"tests/cuda/suites.py: without the tests of {', '.join(forgotten)}"
 
 
+def test_the_suites_have_the_own_tests_of_an_op_by_their_names(tmp_path: Path) -> None:
+    for folder in ("csrc/ops", "tests/cuda"):
+        (tmp_path / folder).mkdir(parents=True)
+    suites = Path(shutil.copy(ROOT / "tests" / "cuda" / "suites.py", tmp_path / "tests" / "cuda"))
+    (tmp_path / "csrc" / "library.cpp").write_text('    "clip_scores(Tensor scores, float low, "\n    "float high)"')
+    for name in ("csrc/ops/clips.cpp", "tests/test_clip_scores.py", "tests/test_clips.py", "tests/test_page.py"):
+        (tmp_path / name).touch()
+    assert runpy.run_path(str(suites))["GROUPS"][-1][-2:] == ("test_clip_scores.py", "test_clips.py")
+
+
 def test_every_public_function_of_the_reference_is_in_the_table() -> None:
     public = {
         name
@@ -128,11 +143,17 @@ def test_every_public_function_of_the_reference_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_function_has_tests_of_its_own_and_a_line_in_the_readme(name: str) -> None:
+def test_every_function_has_tests_of_its_own(name: str) -> None:
     imported = re.compile(rf"^from d3s_kernels import (\([^)]*|.*)\b{name}\b|\bd3s\.{name}\(", re.MULTILINE)
     files = ROOT.joinpath("tests").glob("test_*.py")
     assert any(imported.search(file.read_text(encoding="utf-8")) for file in files), "see CONTRIBUTING.md"
-    assert f"| `{name}(" in (ROOT / "README.md").read_text(encoding="utf-8"), "see CONTRIBUTING.md"
+
+
+def test_the_front_page_names_what_is_there() -> None:
+    """It need not name every function: the API does."""
+    named = re.findall(r"^\| \[?`(\w+)\(", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) > 15
+    assert set(named) <= set(d3s.__all__)
 
 
 @pytest.mark.parametrize("op", OPS)

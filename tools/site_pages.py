@@ -4,11 +4,13 @@
 
 The pages are written for a code host, where a link may lead to any file of the repository. In the copies made here, a
 link leads to a page of the site if its target is on the site, and otherwise to the file at the project's address. Every
-page that another page links to is on the site. The navigation is read from the tables of docs/index.md.
+page that another page links to is on the site. The navigation is read from the tables of docs/index.md. Where a page
+of the API says ``.. functions:: d3s_kernels.tokens``, the copy describes each public function of this module.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -38,6 +40,9 @@ def main(folder: Path) -> None:
     for file, place in places.items():
         out = folder / place
         out.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".rst":
+            out.write_text(with_functions(read(file)), encoding="utf-8")
+            continue
         if file.suffix != ".md":
             shutil.copyfile(ROOT / file, out)
             continue
@@ -74,6 +79,25 @@ def place_of(file: PurePosixPath) -> PurePosixPath:
     if file.name == "README.md":
         return file.with_name("index.md")
     return file.relative_to("docs") if file.is_relative_to("docs") else file
+
+
+# ---- functions of a module -------------------------------------------------------------------------------------------
+
+
+def with_functions(page: str) -> str:
+    """The page of the API with the functions of a module in place of a line that names it."""
+    return re.sub(
+        r"^\.\. functions:: d3s_kernels\.(\w+)$", lambda line: functions_of(line[1]), page, flags=re.MULTILINE
+    )
+
+
+def functions_of(module: str) -> str:
+    """What d3s_kernels imports from the module, in the module's order. It is read from the sources, without torch."""
+    package = PurePosixPath("d3s_kernels")
+    imports = [node for node in ast.parse(read(package / "__init__.py")).body if isinstance(node, ast.ImportFrom)]
+    public = {alias.name for node in imports if node.module == module for alias in node.names}
+    defined = re.findall(r"^def (\w+)\(", read(package / f"{module}.py"), re.MULTILINE)
+    return "\n\n".join(f".. autoapifunction:: d3s_kernels.{name}" for name in defined if name in public)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
