@@ -24,19 +24,19 @@ constexpr const char* kSchemas[] = {
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
-    // The same ops for a tile of the vocabulary. The first column of the tile is token first_token. softmax_state_
-    // merges the tile into states [rows, 4]. logprob_entropy_backward_ overwrites the tile with its gradient;
-    // logprob_entropy_backward can write the gradient to a new tensor instead. If grad_dtype is half as wide as the
-    // dtype of the logits, the gradient fills the front half of each row. softmax_state_finish also takes states
-    // [shards, rows, 4] of vocabulary shards, and merges them in order.
-    "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
-    "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
-    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
-    "SymInt? kept_of=None) -> ()",
+    // The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without first_token,
+    // the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4].
+    // logprob_entropy_backward_ overwrites the tile with its gradient; logprob_entropy_backward can write the gradient
+    // to a new tensor instead. If grad_dtype is half as wide as the dtype of the logits, the gradient fills the front
+    // half of each row. softmax_state_finish also takes states [shards, rows, 4] of vocabulary shards, and merges them
+    // in order.
+    "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
+    "bool include_label=False, SymInt? max_dense_rows=None, SymInt? kept_of=None) -> ()",
     "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
     "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
-    "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
     // With a sampling mask, kept_logits computes the logits of only the kept tokens. Its result is a list with one
     // place for each id, followed by one place for the label of each row. If such a list is passed to the ops above,
@@ -44,7 +44,7 @@ constexpr const char* kSchemas[] = {
     // gradient of these logits, and the row and token of each place (row -1: no gradient). From these results,
     // kept_hidden_grad_ and kept_weight_grad_ compute the gradients of hidden states and weight.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
-    "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
+    "Tensor? mask=None, SymInt? first_token=None, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
     "kept_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, Tensor entropy, "
     "Tensor row_max, Tensor log_sum, SymInt kept_of, float temperature=1.0, Tensor? temperature_tensor=None, "

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ._together import SegmentFields
+
 
 def require_tensors(**arguments: Tensor | None) -> None:
     """Raises unless all arguments are tensors that the ops can read, and are on the device of the first argument."""
@@ -34,8 +36,9 @@ def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
             _require_device(name, value, like.device)
 
 
-def require_segments(like: Tensor, offsets: Tensor | None, max_segment: int | None) -> None:
+def require_segments(like: Tensor, segments: SegmentFields) -> None:
     """Checks the types of the arguments that describe the segments of ``like``."""
+    offsets, max_segment, _ = segments
     if offsets is not None:
         _require_device("offsets", offsets, like.device)
     if max_segment is not None:
@@ -176,10 +179,9 @@ def require_number(**arguments: float) -> None:
             raise TypeError(f"{name}: got {value!r}; takes a number")
 
 
-def require_flag(**arguments: bool) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: got {value!r}; takes True or False")
+def require_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}; takes True or False")
 
 
 def require_scope(scope: str, within: str) -> bool:

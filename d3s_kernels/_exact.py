@@ -216,9 +216,9 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
             "sampling_mask": kept, "label_outside": "include",
         },
         "logprob_entropy_backward": {"logits": logits.bfloat16(), "mask": mask, **incoming, **rows},
-        "softmax_state_": {"state": states, "logits": logits, "first_token": 0, **rows},
+        "softmax_state_": {"state": states, "logits": logits, **rows},
         "softmax_state_finish": {"state": torch.stack([states, states]), "temperature_tensor": temperature},
-        "logprob_entropy_backward_": {"logits": logits, "first_token": 0, **incoming, **rows},
+        "logprob_entropy_backward_": {"logits": logits, **incoming, **rows},
         "linear_logprob_entropy": {
             "hidden": hidden.clone().requires_grad_(), "weight": weight.clone().requires_grad_(), "labels": labels,
             "temperature": temperature, "mask": mask, "logit_softcap": 30.0,

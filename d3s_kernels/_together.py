@@ -6,7 +6,8 @@ arguments, for example to the kernels that are written in Python. ``csrc/ops/arg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -35,6 +36,20 @@ class SegmentArguments(NamedTuple):
     offsets: Tensor | None = None  # None: each row is a segment
     max_segment: int | None = None
     pooled: bool = False
+
+    def number_in(self, values: Tensor) -> int:
+        """Returns the number of segments of ``values`` before they are pooled."""
+        return math.prod(values.shape[:-1]) if self.offsets is None else self.offsets.shape[0] - 1
+
+    def shape_in(self, values: Tensor) -> Sequence[int]:
+        """Returns the shape of a result that has one element for each segment, or for the pool."""
+        return () if self.pooled else values.shape[:-1] if self.offsets is None else (self.number_in(values),)
+
+
+SegmentFields = tuple[Tensor | None, int | None, bool]
+"""The fields of SegmentArguments as a plain tuple: the form in which public functions pass them on. To make a named
+tuple takes 0.3 us, which is 6 % of a call.
+"""
 
 
 class SamplingArguments(NamedTuple):
@@ -68,7 +83,7 @@ class Tile(NamedTuple):
 
 NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
-ALL_TOKENS, FIRST_TILE = Tile(), Tile(0)
+ALL_TOKENS = Tile()
 _Parameter = tuple[Callable[..., Any], dict[str, Any]]
 """A pair: the function that makes one parameter of a kernel from arguments of the schema (or None), and the names and
 defaults of these arguments.

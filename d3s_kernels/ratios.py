@@ -15,6 +15,7 @@ from ._arguments import (
     require_number,
     require_optional_tensors,
     require_scope,
+    require_segments,
     require_tensors,
     require_whole,
 )
@@ -151,16 +152,14 @@ def entropy_groups(
         tensor([[0, 2, 1, 0, 1]], dtype=torch.int8)
     """
     require_tensors(entropy=entropy)
-    require_optional_tensors(entropy, offsets=offsets)
+    segments = offsets, max_segment, require_scope(scope, "sequence")
+    require_segments(entropy, segments)
     mask = checked_mask(mask, entropy)
-    require_whole(max_segment=max_segment)
     if isinstance(quantiles, (str, Tensor)) or not isinstance(quantiles, Sequence):
         raise TypeError(f"quantiles: got {type(quantiles).__name__}; takes a sequence of numbers")
     for quantile in quantiles:
         require_number(quantiles=quantile)
-    return ops.entropy_groups(
-        as_float32("entropy", entropy), list(quantiles), mask, offsets, max_segment, require_scope(scope, "sequence")
-    )
+    return ops.entropy_groups(as_float32("entropy", entropy), list(quantiles), mask, *segments)
 
 
 def adaptive_clip(

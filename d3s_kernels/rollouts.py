@@ -193,7 +193,8 @@ def max_variance_select(
             values, keep, "max_variance", "group", mask, None, False, layout, call="max_variance_select"
         )
     require_tensors(values=values)
-    return ops.max_variance_select(*max_variance_arguments(values, keep, mask, offsets, max_segment))
+    segments = offsets, max_segment, False
+    return ops.max_variance_select(*max_variance_arguments(values, keep, mask, segments))
 
 
 def select_rollouts(

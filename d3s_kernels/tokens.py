@@ -106,7 +106,8 @@ def topk_mask(
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
         return across_ranks.topk_mask(scores, ratio, k, mask, drop_zeros, layout)
-    return ops.topk_mask(*topk_mask_arguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros))
+    segments = offsets, max_segment, False
+    return ops.topk_mask(*topk_mask_arguments(scores, ratio, k, mask, segments, drop_zeros))
 
 
 def select_tokens(
@@ -199,15 +200,14 @@ def select_tokens(
             entropy, advantages, ratio, rule, mask, scope, drop_zeros, generator, layout
         )
         return TokenSelection(chosen, entropy, count, threshold)
+    segments = offsets, max_segment, require_scope(scope, "sequence")
     if rule == "entropy_quantile":
-        if not require_scope(scope, "sequence"):
+        if scope != "batch":
             raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
         if drop_zeros:
             raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
         require_readable(entropy=entropy, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
-    arguments = select_tokens_arguments(
-        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
-    )
+    arguments = select_tokens_arguments(entropy, advantages, ratio, rule, mask, segments, drop_zeros, generator)
     if rule == "entropy_quantile":
         ops.check("select_tokens", *arguments)
         chosen, count, threshold = entropy_quantile(entropy, float(ratio), checked_mask(mask, entropy))
@@ -284,8 +284,9 @@ def select_tokens_from_logits(
         )
         return TokenSelection(chosen, entropy, count, threshold)
     require_tensors(logits=logits)
+    segments = offsets, max_segment, require_scope(scope, "sequence")
     arguments = select_tokens_arguments(
-        logits, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros, None
+        logits, advantages, ratio, "advantage_entropy", mask, segments, drop_zeros, None
     )
     numbers, sets = temperature_argument(temperature, logits), op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(*arguments, *numbers, *sets)

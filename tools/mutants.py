@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "ops: the backward does not know the mask",
         "csrc/ops/logprob_entropy.cpp",
-        "argument.set_first_token(*first_token);\n  argument.set_labels(labels);\n  argument.set_mask(mask);",
-        "argument.set_first_token(*first_token);\n  argument.set_labels(labels);",
+        "argument.set_tile(tile);\n  argument.set_labels(labels);\n  argument.set_mask(mask);",
+        "argument.set_tile(tile);\n  argument.set_labels(labels);",
         "tests/test_logprob_entropy.py",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "ops: a span may have a token twice",
-        "csrc/ops/checked_spans.h",
+        "csrc/ops/sampling_mask.h",
         "seen[token] = true;",
         "seen[token] = false;",
         "tests/test_sampling_masks.py",

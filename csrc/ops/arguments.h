@@ -4,6 +4,7 @@
 #include "../torch_abi.h"
 #include "logprob_entropy.h"
 #include "rollouts.h"
+#include "sampling_mask.h"
 #include "topk_mask.h"
 
 namespace d3s {
@@ -34,10 +35,20 @@ struct SegmentsArgument {
   bool pooled;
 };
 
-struct SamplingMask {
-  OptionalTensor ids, offsets;  // either both are set, or neither
-  bool include_label;
-  OptionalInt max_dense_rows;
+// The tokens that the columns of logits belong to: consecutive tokens, starting with `first_token`; or the whole
+// vocabulary if `first_token` is not set.
+struct Tile {
+  OptionalInt first_token;
+};
+
+struct SoftcapArgument {
+  OptionalFloat number;
+
+  // Returns the soft cap, or 0 if there is none.
+  float checked() const {
+    require(!number || *number > 0, "logit_softcap", "takes a number above 0");
+    return static_cast<float>(number.value_or(0));
+  }
 };
 
 template <class Number>
@@ -47,7 +58,9 @@ struct Parameter<TemperatureArgument> : Together<TemperatureArgument, double, Op
 template <>
 struct Parameter<SegmentsArgument> : Together<SegmentsArgument, OptionalTensor, OptionalInt, bool> {};
 template <>
-struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, OptionalTensor, bool, OptionalInt> {};
+struct Parameter<Tile> : Together<Tile, OptionalInt> {};
+template <>
+struct Parameter<SoftcapArgument> : Together<SoftcapArgument, OptionalFloat> {};
 
 // ---- checked arguments --------------------------------------------------------------------------------------------
 
@@ -60,8 +73,7 @@ class LogitsArgument {
   // Call this function first, and only if `logits` contains only the logits of kept tokens. `tokens` is the number of
   // tokens in the vocabulary or tile.
   void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
-  // Call this function second, and only if the logits are a tile.
-  void set_first_token(int64_t first_token);
+  void set_tile(const Tile& tile);  // call it before set_labels
 
   void set_labels(const OptionalTensor& labels);
   void set_mask(const OptionalTensor& mask);
@@ -115,6 +127,9 @@ struct PooledSegments {
   PooledSegments(const Tensor& values, const SegmentsArgument& argument, const char* name)
       : given(segments_of(values, argument.offsets, name)),
         selected(argument.pooled ? pool(values) : given),
+        sizes(argument.pooled  ? std::vector<int64_t>()
+              : given.ragged() ? std::vector<int64_t>{given.count}
+                               : leading_sizes(values, values.dim() - 1)),
         longest(argument.pooled || given.ragged() ? values.numel() : given.length) {
     const OptionalInt& most = argument.max_segment;
     require(!most || *most >= 0, "max_segment", "got ", most.value_or(0), "; takes at least 0");
@@ -123,8 +138,9 @@ struct PooledSegments {
   }
 
   Segments given, selected;
-  int64_t longest;       // a bound on the length of a selected segment; only GPUs use it, to choose launch sizes
-  int64_t together = 1;  // how many given segments one selected segment contains
+  std::vector<int64_t> sizes;  // of a result that has one element for each selected segment
+  int64_t longest;             // a bound on the length of a selected segment; only GPUs use it, to choose launch sizes
+  int64_t together = 1;        // how many given segments one selected segment contains
 };
 
 // Returns whether there is one advantage for all tokens, one for each sequence, or one for each token. If the shape of

@@ -11,13 +11,12 @@ using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                  const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                  const Tensor& row_max, const Tensor& log_sum, int64_t kept_of,
-                                 const TemperatureArgument& temperature, const OptionalFloat& logit_softcap,
-                                 const OptionalTensor& mask, const OptionalInt& first_token,
-                                 const SamplingMask& sampling_mask) {
+                                 const TemperatureArgument& temperature, const SoftcapArgument& softcap,
+                                 const OptionalTensor& mask, const Tile& tile, const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
   argument.set_kept_alone(sampling_mask, kept_of);
-  if (first_token) argument.set_first_token(*first_token);  // the logits belong to a vocabulary shard
-  require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
+  argument.set_tile(tile);
+  const float cap = softcap.checked();
   argument.set_labels(labels);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask);
@@ -27,7 +26,7 @@ FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const Optio
                tokens = empty({places}, ScalarType::Int, logits),
                undefined = empty({argument.rows.layout.count}, ScalarType::Bool, logits);
   TorchDevice device(logits);
-  kept_gradients(argument.rows, gradients.rows, static_cast<float>(logit_softcap.value_or(0)),
+  kept_gradients(argument.rows, gradients.rows, cap,
                  {mutable_data<float>(grad), mutable_data<int32_t>(rows), mutable_data<int32_t>(tokens),
                   mutable_data<bool>(undefined)},
                  device);

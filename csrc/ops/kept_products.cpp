@@ -3,7 +3,6 @@
 #include "kept_products.h"
 
 #include "arguments.h"
-#include "checked_spans.h"
 
 namespace d3s {
 namespace {
@@ -26,7 +25,7 @@ Matrix output_of(const char* argument, const Tensor& tensor, const Matrix& like,
 }
 
 Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels, const OptionalTensor& bias,
-                      const OptionalFloat& logit_softcap, const OptionalTensor& mask, int64_t first_token,
+                      const SoftcapArgument& softcap, const OptionalTensor& mask, const Tile& tile,
                       ScalarType logits_dtype, const SamplingMask& sampling_mask) {
   KeptHead head;
   head.hidden = matrix_of("hidden", hidden);
@@ -44,13 +43,13 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
     bias_owner = packed(*bias);
     head.bias = {const_cast<void*>(bias_owner->const_data_ptr()), head.weight.type};
   }
-  require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
-  head.softcap = static_cast<float>(logit_softcap.value_or(0));
+  head.softcap = softcap.checked();
   head.logits_type = float_type(logits_dtype);
   // A row of logits has the label, mask and span of its hidden state, so the checks below use `hidden` instead of the
   // logits.
   LogitsArgument argument(hidden, TemperatureArgument());
-  argument.set_first_token(first_token);
+  argument.rows.vocabulary = head.weight.rows;
+  argument.set_tile(tile);
   argument.set_labels(labels);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask);

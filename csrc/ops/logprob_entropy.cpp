@@ -1,7 +1,6 @@
 // Checks the arguments of logprob_entropy, its backward and their tile-by-tile forms, and allocates the results, on
 // every device.
 #include "arguments.h"
-#include "checked_spans.h"
 
 namespace d3s {
 
@@ -51,10 +50,11 @@ Labels labels_of(const OptionalTensor& labels) {
 
 }  // namespace
 
-void LogitsArgument::set_first_token(int64_t first_token) {
-  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
-  rows.first_token = first_token;
-  rows.vocabulary = INT64_MAX;
+void LogitsArgument::set_tile(const Tile& tile) {
+  if (!tile.first_token) return;
+  require(*tile.first_token >= 0, "first_token", "got ", *tile.first_token, "; takes at least 0");
+  rows.first_token = *tile.first_token;
+  rows.vocabulary = INT64_MAX;  // unknown
 }
 
 void LogitsArgument::set_labels(const OptionalTensor& labels) {
@@ -135,10 +135,9 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
 Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                 const Tensor& row_max, const Tensor& log_sum, const TemperatureArgument& temperature,
-                                const OptionalTensor& mask, const OptionalInt& first_token,
-                                const SamplingMask& sampling_mask) {
+                                const OptionalTensor& mask, const Tile& tile, const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
-  if (first_token) argument.set_first_token(*first_token);
+  argument.set_tile(tile);
   argument.set_labels(labels);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask);
@@ -166,10 +165,10 @@ GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
 
 void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                               const Tensor& row_max, const Tensor& log_sum, int64_t first_token,
+                               const Tensor& row_max, const Tensor& log_sum, const Tile& tile,
                                const TemperatureArgument& temperature, const std::optional<ScalarType>& grad_dtype) {
   LogitsArgument argument(logits, temperature);
-  argument.set_first_token(first_token);
+  argument.set_tile(tile);
   for (int64_t i = 0; i < argument.dims; ++i)
     require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
             "its rows overlap; takes a tensor that can be written in place");
@@ -190,12 +189,12 @@ void require_state(const Tensor& state, bool shards) {
           shards ? " or [shards, rows, 4]" : "");
 }
 
-void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
+void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, const Tile& tile,
                     const TemperatureArgument& temperature, const OptionalTensor& mask,
                     const SamplingMask& sampling_mask, const OptionalInt& kept_of) {
   LogitsArgument argument(logits, temperature);
   if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
-  argument.set_first_token(first_token);
+  argument.set_tile(tile);
   require_state(state, false);
   require(argument.rows.layout.count == state.size(0), "logits", "got shape ", shape(logits),
           "; takes [..., tile] with the rows of state, ", shape(state));

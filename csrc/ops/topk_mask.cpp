@@ -86,7 +86,6 @@ struct TokenSelection {
   PooledSegments sequences;
   Quota quota;
   Scores scores;
-  bool is_pooled;
   Tensor mask, count, threshold;
 
   TokenSelection(const Tensor& entropy, const char* name, const TokenArguments& given)
@@ -94,21 +93,14 @@ struct TokenSelection {
         present(require_mask("mask", given.mask, entropy, entropy.dim())),
         sequences(entropy, given.where, name),
         quota(quota_of(given.ratio, KeepArgument(), entropy)),
-        is_pooled(given.where.pooled),
         mask(empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy)),
-        count(empty(segment_sizes(entropy), ScalarType::Int, entropy)),
-        threshold(empty(segment_sizes(entropy), ScalarType::Float, entropy)) {
+        count(empty(sequences.sizes, ScalarType::Int, entropy)),
+        threshold(empty(sequences.sizes, ScalarType::Float, entropy)) {
     quota.drop_zeros = given.drop_zeros;
     scores.kind = kind_of(advantages, entropy, sequences.given);
     scores.advantages = data<float>(advantages);
     scores.sequences = sequences.given;
     scores.mask = data<bool>(present);
-  }
-
-  std::vector<int64_t> segment_sizes(const Tensor& entropy) const {
-    if (is_pooled) return {};
-    return sequences.given.ragged() ? std::vector<int64_t>{sequences.given.count}
-                                    : leading_sizes(entropy, entropy.dim() - 1);
   }
 
   // `entropy` must be contiguous.

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._arguments import checks_everything, is_known, require_optional_tensors, whole_number
 from .._groups import Ranks
+from .._together import SegmentFields
 
 _Checked = TypeVar("_Checked")
 # If one rank refuses its arguments with an error of one of these types, all ranks raise this type. The ranks exchange
@@ -90,6 +91,9 @@ class Layout(NamedTuple):
         values.
         """
         return None if self.placement == "global" and ranks.size > 1 else self.offsets
+
+    def local_segments(self, ranks: Ranks, pool: bool = False) -> SegmentFields:
+        return self.local_offsets(ranks), self.max_segment, pool
 
     def is_whole(self, values: Tensor) -> bool:
         """Whether each segment is whole on one rank. A 1-D tensor without offsets is one segment over all ranks."""

@@ -82,7 +82,7 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
         require_values(mask=mask)
         if mask.dim() != 1:
             raise ValueError(f"mask: got shape {list(mask.shape)}; takes [rows]")
-        require_flag(drop_last=drop_last)
+        require_flag("drop_last", drop_last)
         return as_bool("mask", mask)
 
     kept = agree(ranks, "plan_rows", check, lambda _: {"drop_last": drop_last}).nonzero().flatten()

@@ -93,11 +93,11 @@ def select_rollouts(
         name = "values" if call == "max_variance_select" else "advantages"
         require_tensors(**{name: values})
         require_readable(**{name: values}, keep=keep, offsets=offsets, mask=mask)
-        local_offsets = layout.local_offsets(ranks)
         if call == "max_variance_select":
-            arguments = max_variance_arguments(values, keep, mask, local_offsets, layout.max_segment)
+            arguments = max_variance_arguments(values, keep, mask, layout.local_segments(ranks))
         else:
-            arguments = select_rollouts_arguments(values, keep, rule, scope, mask, local_offsets, generator, equal_rows)
+            here = layout.local_offsets(ranks)
+            arguments = select_rollouts_arguments(values, keep, rule, scope, mask, here, generator, equal_rows)
         layout.check("values", values, "whole", "global")
         ops.check("max_variance_select", *arguments)
         return arguments

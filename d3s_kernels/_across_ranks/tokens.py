@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import require_readable
+from .._arguments import require_readable, require_scope
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
 from .._segments.quota import Quota
@@ -54,8 +54,7 @@ def topk_mask(
 
     def check() -> tuple[Any, ...]:
         require_readable(scores=scores, ratio=ratio, k=k, mask=mask, offsets=layout.offsets)
-        offsets, max_segment = layout.local_offsets(ranks), layout.max_segment
-        arguments = topk_mask_arguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
+        arguments = topk_mask_arguments(scores, ratio, k, mask, layout.local_segments(ranks), drop_zeros)
         layout.check("scores", scores, "whole", "global", "pieces")
         ops.check("topk_mask", *arguments)
         return arguments
@@ -92,10 +91,11 @@ def select_tokens(
         require_readable(entropy=entropy, advantages=advantages, ratio=ratio, mask=mask, offsets=layout.offsets)
         if rule == "entropy_quantile":
             raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
+        segments = layout.local_segments(ranks, require_scope(scope, "sequence"))
+        tokens = entropy() if callable(entropy) else entropy
         arguments = select_tokens_arguments(
-            entropy() if callable(entropy) else entropy, advantages, ratio, rule, mask, layout.local_offsets(ranks),
-            layout.max_segment, scope, drop_zeros, generator, ranks.rank,
-        )  # fmt: skip
+            tokens, advantages, ratio, rule, mask, segments, drop_zeros, generator, ranks.rank
+        )
         values, weights, *rest = arguments
         layout.check("entropy", values, "whole", "global", "pieces")
         if layout.placement == "global":  # the local op would refuse one advantage for each global sequence

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._together import SegmentArguments
+
 
 class Segments(NamedTuple):
     """A flat tensor cut into stretches that follow each other without a gap.
@@ -88,6 +90,13 @@ def pool(values: Tensor) -> Segments:
     """Returns one segment that contains all values."""
     n = values.numel()
     return _segments(torch.arange(2, device=values.device) * n, n, n, ragged=False)
+
+
+def selected_segments(values: Tensor, segments: SegmentArguments) -> tuple[Segments, int]:
+    """Returns the segments that an op selects from, and how many of the given segments each of them contains."""
+    if segments.pooled:
+        return pool(values), segments.number_in(values)
+    return segments_of(values, segments.offsets), 1
 
 
 def pool_present(present: Tensor) -> Segments:

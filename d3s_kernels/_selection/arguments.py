@@ -28,6 +28,7 @@ from .._arguments import (
     require_whole,
     whole_number,
 )
+from .._together import SegmentFields
 from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
 
 
@@ -51,11 +52,12 @@ def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float |
 
 def _whole_argument(name: str, number: int | Tensor | None, like: Tensor) -> tuple[int | None, Tensor | None]:
     """As :func:`_ratio_argument`, but for the argument ``name``, a count of values to keep."""
+    if number is None or type(number) is int:  # the fastest tests first
+        return number, None
     if isinstance(number, Tensor):
         require_optional_tensors(like, **{name: number})
         return None, number
-    if number is not None and type(number) is not int:
-        require_whole(**{name: number})
+    require_whole(**{name: number})
     return number, None
 
 
@@ -78,17 +80,16 @@ def topk_mask_arguments(
     ratio: float | Tensor | None,
     k: int | Tensor | None,
     mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
+    segments: SegmentFields,
     drop_zeros: bool,
 ) -> tuple[Any, ...]:
     require_tensors(scores=scores)
-    require_segments(scores, offsets, max_segment)
-    require_flag(drop_zeros=drop_zeros)
+    require_segments(scores, segments)
+    require_flag("drop_zeros", drop_zeros)
     number, tensor = _ratio_argument(ratio, scores)
     k, k_tensor = _whole_argument("k", k, scores)
     mask = checked_mask(mask, scores)
-    return scores, number, tensor, k, k_tensor, mask, offsets, max_segment, False, drop_zeros
+    return scores, number, tensor, k, k_tensor, mask, *segments, drop_zeros
 
 
 def select_tokens_arguments(
@@ -97,9 +98,7 @@ def select_tokens_arguments(
     ratio: float | Tensor,
     rule: str,
     mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    scope: str,
+    segments: SegmentFields,
     drop_zeros: bool,
     generator: torch.Generator | None,
     rank: int = 0,
@@ -108,13 +107,12 @@ def select_tokens_arguments(
     With the rule "advantage_entropy", ``entropy`` may also be logits.
     """
     require_rule(rule, TOKEN_RULES)
-    pooled = require_scope(scope, "sequence")
     if TOKENS[rule].reads_advantages:
         require_tensors(entropy=entropy, advantages=advantages)
     else:
         require_tensors(entropy=entropy)
-    require_segments(entropy, offsets, max_segment)
-    require_flag(drop_zeros=drop_zeros)
+    require_segments(entropy, segments)
+    require_flag("drop_zeros", drop_zeros)
     number, tensor = _ratio_argument(ratio, entropy)
     mask = checked_mask(mask, entropy)
     _require_generator(generator, rule, TOKENS[rule].draws, entropy)
@@ -123,7 +121,7 @@ def select_tokens_arguments(
         if not weights.dtype.is_floating_point:  # float tensors without plain memory are refused by the dispatcher
             require_readable(advantages=weights)
         weights = weights.float()
-    return values, weights, number, tensor, mask, offsets, max_segment, pooled, drop_zeros
+    return values, weights, number, tensor, mask, *segments, drop_zeros
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def group_advantages_arguments(
     rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int
 ) -> tuple[Any, ...]:
     require_tensors(rewards=rewards)
-    require_segments(rewards, offsets, None)
+    require_segments(rewards, (offsets, None, False))
     if type(ddof) is not int:  # whole_number checks an abstract class, which takes longer than all other checks here
         whole_number("ddof", ddof)
     require_number(eps=eps)
@@ -163,18 +161,16 @@ def max_variance_arguments(
     values: Tensor,
     keep: int | Tensor,
     mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    pooled: bool = False,
+    segments: SegmentFields,
 ) -> tuple[Any, ...]:
     """Returns the arguments of the op. The caller must check that ``values`` is a tensor, since this argument has
     different names in public functions.
     """
-    require_segments(values, offsets, max_segment)
+    require_segments(values, segments)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
     number, tensor = _whole_argument("keep", keep, values)
-    return values, number, tensor, checked_mask(mask, values), offsets, max_segment, pooled
+    return values, number, tensor, checked_mask(mask, values), *segments
 
 
 def select_rollouts_arguments(
@@ -195,14 +191,14 @@ def select_rollouts_arguments(
         raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)
     _require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
-    pooled = require_scope(scope, "group")
-    require_flag(equal_rows=equal_rows)
+    segments = offsets, None, require_scope(scope, "group")
+    require_flag("equal_rows", equal_rows)
     if equal_rows and (rule, scope) != ("max_variance", "batch"):
         raise ValueError(
             f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
-    arguments = max_variance_arguments(advantages, keep, mask, offsets, None, pooled)
+    arguments = max_variance_arguments(advantages, keep, mask, segments)
     if rule != "max_variance":  # with the rule max_variance, the op itself checks ``keep``
         _require_keep(keep)
     return arguments

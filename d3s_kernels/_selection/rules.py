@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._dispatch import ops
-from .._segments.segments import lowest_first, pool, segments_of
+from .._segments.segments import lowest_first, selected_segments
+from .._together import SegmentArguments
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # float32 values as bits
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
@@ -114,13 +115,13 @@ def choose_rollouts(rule: str, generator: torch.Generator | None, *arguments: An
     """Marks the rollouts that the rule keeps. ``arguments`` are the arguments of the op ``max_variance_select``."""
     if rule == "max_variance":
         return ops.max_variance_select(*arguments)
-    values, keep, keep_tensor, mask, offsets, _, pooled = arguments
-    present = usable(values, mask, offsets)
+    values, keep, keep_tensor, mask, *segments = arguments
+    where = SegmentArguments(*segments)
+    present = usable(values, mask, where.offsets)
     score = ROLLOUTS[rule].score
     if score is None:
-        return _percentile(values, present, at_most(values.numel(), keep, keep_tensor), offsets, pooled)
-    scores = score(values, generator)
-    return ops.topk_mask(scores, None, None, keep, keep_tensor, present, offsets, None, pooled, False)
+        return _percentile(values, present, at_most(values.numel(), keep, keep_tensor), where)
+    return ops.topk_mask(score(values, generator), None, None, keep, keep_tensor, present, *where, False)
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -138,7 +139,7 @@ def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Te
     return min(keep, most)
 
 
-def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
+def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, where: SegmentArguments) -> Tensor:
     """Marks k of the n usable values of each segment. For each i in 0..k - 1, the value is marked whose rank is nearest
     to (i + 0.5) / k (n - 1), with halves rounded down.
 
@@ -146,14 +147,10 @@ def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, offsets: Te
     without listing them. Rank r is kept if this count increases from r - 1 to r.
     """
     present = present.reshape(-1)
-    if pooled:
-        segments = pool(values)
-        keep = keep * (math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1)
-    else:
-        segments = segments_of(values, offsets)
+    segments, times = selected_segments(values, where)
     rank = lowest_first(values.reshape(-1).float(), present, segments).rank
     n = segments.total(present)[segments.segment_ids]
-    k, span = n.clamp(max=keep), (n - 1).clamp(min=1)
+    k, span = n.clamp(max=keep * times), (n - 1).clamp(min=1)
 
     def up_to(r: Tensor) -> Tensor:
         return torch.minimum((((2 * r + 1) * k + span) // (2 * span)).clamp(min=0), k)

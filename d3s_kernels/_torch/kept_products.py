@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._together import FIRST_TILE, NO_SAMPLING_MASK, SamplingArguments, Tile
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, SamplingArguments, Tile
 from .kernels import op
 from .spans import Sets, Spans
 
@@ -29,7 +29,7 @@ def kept_logits(
     bias: Tensor | None = None,
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
-    tile: Tile = FIRST_TILE,
+    tile: Tile = ALL_TOKENS,
     logits_dtype: torch.dtype = torch.float32,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:

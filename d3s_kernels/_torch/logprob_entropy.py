@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, FIRST_TILE, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from .kernels import op, row_statistics
 from .softmax_state import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
 from .spans import SpanRows
@@ -100,7 +100,7 @@ def softmax_state_(
     state: Tensor,
     logits: Tensor,
     labels: Tensor | None,
-    tile: Tile = FIRST_TILE,
+    tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,

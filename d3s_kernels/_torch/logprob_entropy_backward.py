@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, FIRST_TILE, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from .kernels import like, op
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures
@@ -70,7 +70,7 @@ def logprob_entropy_backward_(
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    tile: Tile = FIRST_TILE,
+    tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._segments.quota import DOUBLE_SLACK, Quota
-from .._segments.segments import Segments, both, highest_first, pool, segments_of
+from .._segments.segments import Segments, both, highest_first, segments_of, selected_segments
 from .._together import ROWS, SegmentArguments
 from .kernels import like, op
 
@@ -79,7 +79,7 @@ def entropy_groups(
     mask: Tensor | None = None,
     segments: SegmentArguments = ROWS,
 ) -> Tensor:
-    flat, each = entropy.flatten(), pool(entropy) if segments.pooled else segments_of(entropy, segments.offsets)
+    flat, (each, _) = entropy.flatten(), selected_segments(entropy, segments)
     usable = both(flat == flat, mask)
     present = usable & ~each.left_out()
     rank, n = highest_first(flat, present, each).rank, each.total(present)

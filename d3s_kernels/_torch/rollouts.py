@@ -17,9 +17,9 @@ from .._segments.segments import (
     Segments,
     both,
     lowest_first,
-    pool,
     pool_present,
     segments_of,
+    selected_segments,
     without_spread,
 )
 from .._together import NOTHING, ROWS, NumberOrTensor, SegmentArguments
@@ -62,9 +62,7 @@ def max_variance_select(
     mask: Tensor | None = None,
     segments: SegmentArguments = ROWS,
 ) -> Tensor:
-    flat, each, times = values.flatten().float(), segments_of(values, segments.offsets), 1
-    if segments.pooled:
-        each, times = pool(values), each.number
+    flat, (each, times) = values.flatten().float(), selected_segments(values, segments)
     usable = both(flat.isfinite(), mask) & ~each.left_out()
     order, rank = lowest_first(flat, usable, each)
     n = each.total(usable)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._segments.quota import Quota
-from .._segments.segments import Segments, both, highest_first, pool, segments_of
+from .._segments.segments import Segments, both, highest_first, pool, segments_of, selected_segments
 from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
 from .kernels import like, op
 from .logprob_entropy import logprob_entropy
@@ -55,19 +55,17 @@ def topk_mask(
     segments: SegmentArguments = ROWS,
     drop_zeros: bool = False,
 ) -> Tensor:
-    each, times = segments_of(scores, segments.offsets), 1
-    if segments.pooled:
-        each, times = pool(scores), each.number
-    quota = Quota(*ratio, *k)
-    return _select(scores.flatten().float(), mask, each, quota, drop_zeros, times).mask.view(scores.shape)
+    each, times = selected_segments(scores, segments)
+    top = _select(scores.flatten().float(), mask, each, Quota(*ratio, *k), drop_zeros, times)
+    return top.mask.view(scores.shape)
 
 
-def _fake_selection(entropy: Tensor, offsets: Tensor | None, pooled: bool, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    segments = () if pooled else entropy.shape[:-1] if offsets is None else (offsets.shape[0] - 1,)
+def _fake_selection(entropy: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of_segments = SegmentArguments(arguments["offsets"], pooled=arguments["pooled"]).shape_in(entropy)
     return (
         entropy.new_empty(entropy.shape, dtype=torch.bool),
-        entropy.new_empty(segments, dtype=torch.int32),
-        entropy.new_empty(segments, dtype=torch.float32),
+        entropy.new_empty(of_segments, dtype=torch.int32),
+        entropy.new_empty(of_segments, dtype=torch.float32),
     )
 
 
@@ -85,8 +83,8 @@ def select_tokens(
     each = pool(entropy) if segments.pooled else sequences
     top = _select(scores, mask, each, Quota(*ratio), drop_zeros)
     count, threshold = _count_and_threshold(top, scores, each, drop_zeros)
-    shape = () if segments.pooled else entropy.shape[:-1] if segments.offsets is None else count.shape
-    return top.mask.view(entropy.shape), count.view(shape), threshold.view(shape)
+    of_segments = segments.shape_in(entropy)
+    return top.mask.view(entropy.shape), count.view(of_segments), threshold.view(of_segments)
 
 
 def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from . import launch
 from .launch import EXACT, contiguous
 from .order_key import ABSENT, order_key
@@ -219,7 +219,7 @@ def softmax_state_(
     state: Tensor,
     logits: Tensor,
     labels: Tensor | None,
-    first_token: int,
+    tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
@@ -234,7 +234,7 @@ def softmax_state_(
     states, slices = _slice_states(rows, **of_rows)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
-        row_states=state, first_token=first_token, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
+        row_states=state, first_token=tile.first_token or 0, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
     return None
 

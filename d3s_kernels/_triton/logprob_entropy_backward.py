@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
@@ -146,7 +146,7 @@ def logprob_entropy_backward(
     log_sum: Tensor,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    first_token: int | None = None,
+    tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Any:
     if sampling_mask.ids is not None:
@@ -154,9 +154,7 @@ def logprob_entropy_backward(
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
-        mask=contiguous(mask), first_token=first_token or 0,
-        vocabulary=logits.shape[-1] if first_token is None else ANY_TOKEN,
-        **temperature_arguments(temperature),
+        tile, temperature, mask=contiguous(mask),
     )  # fmt: skip
     return out
 
@@ -169,7 +167,7 @@ def logprob_entropy_backward_(
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    first_token: int,
+    tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
@@ -178,8 +176,7 @@ def logprob_entropy_backward_(
         out = logits.view(grad_dtype)[..., : logits.shape[-1]]
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
-        mask=None, first_token=first_token, vocabulary=ANY_TOKEN,
-        **temperature_arguments(temperature),
+        tile, temperature, mask=None,
     )  # fmt: skip
 
 
@@ -192,7 +189,9 @@ def _write(
     row_max: Tensor,
     log_sum: Tensor,
     out: Tensor,
-    **others: Any,
+    tile: Tile,
+    temperature: NumberOrTensor,
+    mask: Tensor | None,
 ) -> None:
     rows, to, narrow = Rows.of(logits), Rows.of(out), out.dtype != logits.dtype
     programs = rows.total * (min(1, rows.columns) if narrow else triton.cdiv(rows.columns, PIECE))
@@ -201,7 +200,9 @@ def _write(
     write_gradients[(programs,)](
         columns=rows.columns, labels=contiguous(labels), grad_logprob=contiguous(grad_logprob),
         grad_entropy=contiguous(grad_entropy), entropies=contiguous(entropy), maxima=contiguous(row_max),
-        log_sums=contiguous(log_sum), **rows.place(), **others, **to.place("out", "out_"),
+        log_sums=contiguous(log_sum), first_token=tile.first_token or 0,
+        vocabulary=logits.shape[-1] if tile == ALL_TOKENS else ANY_TOKEN, mask=mask,
+        **temperature_arguments(temperature), **rows.place(), **to.place("out", "out_"),
         BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, NARROW=narrow, num_warps=warps(THREADS), **EXACT,
     )  # fmt: skip
     if to.tensor is not out:  # in place, but Rows.of copied the rows because of their strides

@@ -78,7 +78,7 @@ class PlanSampler(Sampler[int]):
             raise TypeError(f"plan: got {type(plan).__name__}; takes what plan_rollouts returns")
         if not plan.phase_sizes:
             raise ValueError("plan: has no phase, as no query is solved without being trivial; takes at least one")
-        require_flag(repeat=repeat)
+        require_flag("repeat", repeat)
         phases = len(plan.phase_sizes)
         epochs = tuple(epochs) if isinstance(epochs, Sequence) else (epochs,) * phases
         if len(epochs) != phases:

@@ -124,7 +124,7 @@ def _near_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
 @op(step("kept_logits", wide=True), results={"logits": _near_product})
 def kept_logits(draw: Draw) -> Arguments:
     given = _kept(draw)
-    first = draw.choice((0, draw.integer(0, len(given["weight"]) - 1)))
+    first = draw.choice((None, draw.integer(0, len(given["weight"]) - 1)))
     shard = {name: given[name] if given[name] is None else given[name][first:] for name in ("weight", "bias")}
     return given | shard | {"first_token": first}
 

@@ -145,7 +145,7 @@ def logprob_entropy_backward(draw: Draw) -> Arguments:
 
 @op(step("logprob_entropy_backward_", wide=True), results={"grad": gradient_of_logits})
 def logprob_entropy_backward_(draw: Draw) -> Arguments:
-    return {"first_token": 0} | _of_backward(draw, masked=False)
+    return {"first_token": draw.choice((None, 0))} | _of_backward(draw, masked=False)
 
 
 @op(step("softmax_state_", wide=True), results={"state": _states})
@@ -156,7 +156,7 @@ def softmax_state_(draw: Draw) -> Arguments:
     first = draw.integer(0, logits.shape[-1] - 1)
     before = {"logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
     given["state"] = _merged(rows, **given | before) if draw.flag() else _merged(rows)
-    given |= {"logits": logits[..., first:], "first_token": first}
+    given |= {"logits": logits[..., first:], "first_token": first or draw.choice((None, 0))}
     tile = given["logits"].float()
     return _or_kept(draw, given, torch.cat([tile.new_zeros(*tile.shape[:-1], first), tile], -1))
 

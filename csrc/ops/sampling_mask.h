@@ -1,9 +1,23 @@
-// Checks sampling masks. If ids or offsets are on a GPU, their values are checked only with D3S_KERNELS_CHECK=1.
+// The arguments of a sampling mask, and their checks. If ids or offsets are on a GPU, their values are checked only
+// with D3S_KERNELS_CHECK=1.
 #pragma once
 
-#include "arguments.h"
+#include <string>
+#include <vector>
+
+#include "../torch_abi.h"
+#include "logprob_entropy.h"
 
 namespace d3s {
+
+struct SamplingMask {
+  OptionalTensor ids, offsets;  // either both are set, or neither
+  bool include_label;
+  OptionalInt max_dense_rows;
+};
+template <>
+struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, OptionalTensor, bool, OptionalInt> {};
+
 namespace {
 
 inline void require_sampling_mask(const SamplingMask& given, const Tensor& logits, int64_t rows) {
