@@ -9,7 +9,7 @@ from ._arguments import checked_mask, require_no_tangent, require_tensors, tempe
 from ._dispatch import ops
 from ._head import op
 from ._head.problem import HeadProblem
-from ._together import NumberOrTensor
+from ._together import ONE
 from .sampling import LabelOutside, SamplingMask, SamplingOptions, op_arguments
 
 
@@ -198,8 +198,8 @@ def linear_logprob_entropy(
         tensor(0.)
     """
     problem = HeadProblem(
-        hidden, weight, labels, bias, NumberOrTensor(temperature), logit_softcap, mask, max_rows, max_grad_rows,
-        logits_dtype, workspace_bytes,
-    )  # fmt: skip
-    problem = problem.checked(SamplingOptions(sampling_mask, label_outside, max_dense_rows), weight_grad_into)
+        hidden, weight, labels, bias, ONE, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes
+    )
+    sampling = SamplingOptions(sampling_mask, label_outside, max_dense_rows)
+    problem = problem.checked(temperature, sampling, weight_grad_into)
     return op.linear_logprob_entropy(problem, op.adding_to(weight_grad_into))

@@ -23,7 +23,7 @@ from .._dispatch import ops
 from .._groups import Ranks, ranks_of
 from .._head import op
 from .._head.problem import HeadProblem, Shard
-from .._together import NumberOrTensor
+from .._together import ONE
 from ..sampling import LabelOutside, SamplingMask, SamplingOptions
 from .agreement import agree, asks
 
@@ -241,9 +241,9 @@ def vocab_parallel_linear_logprob_entropy(
         shard = Shard(sharded.first_token, sharded.ranks)
         require_readable(hidden=hidden, labels=labels, bias=bias, mask=mask, temperature=temperature)
         problem = HeadProblem(
-            hidden, sharded.local, labels, bias, NumberOrTensor(temperature), logit_softcap, mask, max_rows,
-            max_grad_rows, logits_dtype, workspace_bytes, shard=shard,
-        ).checked(sampling, into)  # fmt: skip
+            hidden, sharded.local, labels, bias, ONE, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
+            workspace_bytes, shard=shard,
+        ).checked(temperature, sampling, into)  # fmt: skip
         if not torch.compiler.is_compiling():  # while a graph is traced, values are unknown, and torch checks shapes
             problem.check()
             problem.require_memory()

@@ -100,11 +100,13 @@ class HeadProblem(NamedTuple):
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK
     shard: Shard = WHOLE
 
-    def checked(self, sampling: SamplingOptions, weight_grad_into: Tensor | None) -> HeadProblem:
+    def checked(
+        self, temperature: float | Tensor, sampling: SamplingOptions, weight_grad_into: Tensor | None
+    ) -> HeadProblem:
         """Checks a problem that has the arguments of a public function, and returns a problem that has the arguments of
-        the op. In the problem to be checked, ``temperature.number`` may be a tensor. This method checks types and
-        devices, and also conditions that no single kernel can check. Shapes and values are checked when the op runs:
-        see :meth:`check`.
+        the op. The public function's temperature and sampling mask are arguments of this method, and the returned
+        problem has them in the form that the op takes. This method checks types and devices, and also conditions that
+        no single kernel can check. Shapes and values are checked when the op runs: see :meth:`check`.
         """
         hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
         require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
@@ -117,9 +119,9 @@ class HeadProblem(NamedTuple):
         if not isinstance(self.logits_dtype, torch.dtype):
             raise TypeError(f"logits_dtype: got {self.logits_dtype!r}; takes a torch.dtype")
         hidden, weight, bias = operands(hidden, self.weight, self.bias, weight_grad_into, name)
-        temperature = NumberOrTensor(*temperature_argument(self.temperature.number, hidden))
+        numbers = NumberOrTensor(*temperature_argument(temperature, hidden))
         return self._replace(
-            hidden=hidden, weight=weight, bias=bias, temperature=temperature, mask=mask,
+            hidden=hidden, weight=weight, bias=bias, temperature=numbers, mask=mask,
             sampling_mask=sampling.of_op(hidden),
         )  # fmt: skip
 
