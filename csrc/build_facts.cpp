@@ -6,7 +6,7 @@ namespace d3s {
 
 namespace {
 
-// No value contains a character that JSON escapes: all values are versions, or names of compilers or SIMD levels.
+// Escapes nothing: the values are versions, and names of compilers, SIMD levels and architectures.
 std::string text(const std::string& value) { return '"' + value + '"'; }
 
 }  // namespace

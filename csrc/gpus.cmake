@@ -1,14 +1,14 @@
-# For which GPUs the CUDA kernels are compiled. tests/test_gpus_of_a_build.py calls d3s_choose_gpus in a script.
+# Chooses the GPUs for which the CUDA kernels are compiled (tested in tests/test_gpus_of_a_build.py).
 
-# The wheels: machine code for each generation, and PTX of the last one for future GPUs.
+# The GPUs of the wheels: machine code for each generation, and PTX of the last generation for future GPUs.
 set(D3S_ALL_GPUS 80-real 86-real 89-real 90-real 100-real 120)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
-  list(FILTER D3S_ALL_GPUS EXCLUDE REGEX "^8") # none beside such a processor is older than GH200
+  list(FILTER D3S_ALL_GPUS EXCLUDE REGEX "^8") # with such a processor, no GPU is older than GH200
 endif()
 
 set(D3S_GPUS here CACHE STRING "Compile the CUDA kernels for the GPUs that are here, or for all")
 
-# Sets `found` to machine code for the GPUs of this machine. Where nothing is found, `why_not` says why.
+# Sets `found` to the architectures of this machine's GPUs (machine code only). If it is empty, `why_not` says why.
 function(d3s_find_gpus nvcc seconds)
   set(found "" PARENT_SCOPE)
   execute_process(
@@ -31,7 +31,7 @@ function(d3s_find_gpus nvcc seconds)
   string(REGEX MATCHALL "[0-9.]+" capabilities "${said}")
   list(REMOVE_DUPLICATES capabilities)
   list(SORT capabilities COMPARE NATURAL)
-  list(FILTER capabilities EXCLUDE REGEX "^[1-7]\\.") # the kernels do not compile for GPUs older than 8.0
+  list(FILTER capabilities EXCLUDE REGEX "^[1-7]\\.") # the kernels do not compile for capabilities below 8.0
   set(why_not "no GPU here has compute capability 8.0 or higher" PARENT_SCOPE)
   execute_process(COMMAND "${nvcc}" --list-gpu-code OUTPUT_VARIABLE known ERROR_QUIET)
   string(REGEX MATCHALL "sm_[0-9]+" known "${known}")
@@ -47,7 +47,7 @@ function(d3s_find_gpus nvcc seconds)
   set(found "${gpus}" PARENT_SCOPE)
 endfunction()
 
-# Sets CMAKE_CUDA_ARCHITECTURES, where neither it nor CUDAARCHS is given, and prints which they are and why.
+# Sets CMAKE_CUDA_ARCHITECTURES, unless it is set, from CUDAARCHS or D3S_GPUS. Prints the choice and the reason.
 function(d3s_choose_gpus nvcc seconds)
   if(NOT D3S_GPUS MATCHES "^(here|all)$")
     message(FATAL_ERROR "D3S_GPUS: got '${D3S_GPUS}'; takes here or all")

@@ -1,21 +1,19 @@
-// The schemas of all ops that are implemented in C++. The kernels are in cpu/ and cuda/, in files named after the op's
-// subject. Ops that are implemented in Python are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines
-// what the public ops compute; tests/cases/ defines what the other ops compute. The docstrings of d3s_kernels explain
-// the arguments.
+// The schemas of all ops in C++. Ops in Python are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py
+// defines what the public ops compute, and tests/cases/ what the other ops compute. The docstrings of d3s_kernels
+// explain the arguments.
 //
 // Some neighbouring arguments belong together, and kernels take them as one struct (csrc/ops/arguments.h,
 // d3s_kernels/_together.py): a number and the tensor that replaces it, the arguments of segments, or the arguments of a
 // sampling mask.
 //
 // Trainers change some numbers from step to step. So that torch.compile compiles only once, such a number is a SymInt
-// (capacity, max_segment), a 0-d tensor (ratio_tensor, temperature_tensor), or can be either (k, keep).
+// (capacity, max_segment), a tensor (ratio_tensor, temperature_tensor), or can be either (k, keep).
 #include "torch_abi.h"
 
 namespace {
 
 constexpr const char* kSchemas[] = {
-    // vocabulary: these ops compute one value for each row of logits [..., V], from all tokens or from the tokens that
-    // a sampling mask keeps.
+    // vocabulary: one value for each row of logits [..., V], from all tokens or the tokens of a sampling mask
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
     "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
@@ -24,12 +22,11 @@ constexpr const char* kSchemas[] = {
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
-    // The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without first_token,
-    // the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4].
-    // logprob_entropy_backward_ overwrites the tile with its gradient; logprob_entropy_backward can write the gradient
-    // to a new tensor instead. If grad_dtype is half as wide as the dtype of the logits, the gradient fills the front
-    // half of each row. softmax_state_finish also takes states [shards, rows, 4] of vocabulary shards, and merges them
-    // in order.
+    // The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without
+    // first_token, the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4].
+    // softmax_state_finish also takes states [shards, rows, 4] of vocabulary shards, and merges them in order.
+    // logprob_entropy_backward_ overwrites the tile with its gradient. If grad_dtype is half as wide as the logits'
+    // dtype, the gradient fills the front half of each row. logprob_entropy_backward writes it to a new tensor.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None, SymInt? kept_of=None) -> ()",
@@ -38,11 +35,11 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // With a sampling mask, kept_logits computes the logits of only the kept tokens. Its result is a list with one
-    // place for each id, followed by one place for the label of each row. If such a list is passed to the ops above,
-    // their argument `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward computes the
-    // gradient of these logits, and the row and token of each place (row -1: no gradient). From these results,
-    // kept_hidden_grad_ and kept_weight_grad_ compute the gradients of hidden states and weight.
+    // With a sampling mask, kept_logits computes only the logits of kept tokens: a list with one place for each id, and
+    // then one place for the label of each row. If the ops above are called with such a list, `kept_of` is the number
+    // of tokens in the vocabulary or tile. kept_logits_backward computes the gradient of the list, and the row and
+    // token of each place (row -1: no gradient). From these, kept_hidden_grad_ and kept_weight_grad_ compute the
+    // gradients of hidden states and weight.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
     "Tensor? mask=None, SymInt? first_token=None, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
@@ -59,7 +56,7 @@ constexpr const char* kSchemas[] = {
     // CPUs, where torch has no such product.
     "wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()",
 
-    // tokens: these ops compute masks from segments of scores
+    // tokens: masks from segments of scores
     "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
     "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
     "-> Tensor",
@@ -73,8 +70,7 @@ constexpr const char* kSchemas[] = {
     "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)",
     "compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)",
 
-    // Top-K selection in steps, for segments that are spread over several ranks. Between the steps, the ranks add up
-    // their counts.
+    // Top-K selection in steps (ops/topk_steps.h), for segments that are spread over several ranks
     "topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor",
     "topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor",
     "topk_choose_digit_(Tensor(a!) search, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
@@ -82,14 +78,13 @@ constexpr const char* kSchemas[] = {
     "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
     "-> (Tensor mask, Tensor zeros, Tensor lowest)",
 
-    // rollouts: these ops take groups of rewards or advantages
+    // rollouts: advantages and masks from groups of rewards or advantages
     "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
     "-> Tensor",
     "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
     "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor",
 
-    // tokens: these ops compute the weights of tokens in a loss. Groups are int8; the group of a token that is in no
-    // group is below 0.
+    // tokens: weights of tokens in a loss. Group ids are int8, and below 0 for a token in no group.
     "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
     "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
     "-> (Tensor ratio)",

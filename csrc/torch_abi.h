@@ -1,8 +1,5 @@
 // The only header that uses torch. It uses only torch's stable ABI (TORCH_TARGET_VERSION in CMakeLists.txt), so that a
 // library built against one torch release runs on every later release.
-//
-// The ops need four things from torch: to look at tensors, to make new tensors, to refuse bad arguments, and to run in
-// parallel.
 #pragma once
 
 #if defined(D3S_CUDA) && !defined(D3S_EMULATED)
@@ -180,8 +177,7 @@ inline OptionalTensor on_host(const Tensor& tensor) {
   return here ? tensor : torch::stable::to(tensor, torch::stable::Device(kCpu));
 }
 
-// While this object lives, ops that run on this thread only check their arguments. They end before they compute
-// anything.
+// While this object lives, ops on this thread check their arguments, and end before they compute anything.
 class OnlyChecked {
  public:
   struct Done {};
@@ -268,7 +264,6 @@ inline RowLayout rows_of(const char* argument, const Tensor& tensor) {
   return rows;
 }
 
-// Requires that offsets start at 0, do not decrease and end at the number of values.
 template <class Offset>
 void require_offsets(const Offset* offsets, const Segments& segments, const char* argument) {
   require(offsets[0] == 0, "offsets", "starts at ", offsets[0], "; must start at 0");
@@ -279,8 +274,7 @@ void require_offsets(const Offset* offsets, const Segments& segments, const char
           "; must end at the length of ", argument, ", ", segments.limit);
 }
 
-// Returns the segments of `values`: either the rows along the last dimension or, with `offsets`, the parts of a 1-D
-// tensor.
+// Returns the segments of `values`: the rows along the last dimension or, with `offsets`, the parts of a 1-D tensor.
 inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
   require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
   Segments segments;
@@ -333,9 +327,9 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
     torch::stable::parallel_for(0, n, grain, body);
 }
 
-// Calls body(first, last) in parallel, for ranges of segments that together contain all segments. The values are
-// divided evenly among the threads, about `grain` values or more for each thread. A segment is assigned to the thread
-// whose range of values contains the start of the segment.
+// Calls body(first, last) in parallel, for ranges that cover all segments. The values are divided evenly among the
+// threads, about `grain` values or more for each thread. A segment is assigned to the thread whose range contains the
+// segment's start.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
   const auto share = [&](int64_t begin, int64_t end) {
@@ -381,7 +375,6 @@ struct Boxed<kernel> {
       put(stack, std::apply(kernel, parameters));
   }
 
-  // Only checks the arguments. There is no result.
   static void check(StableIValue* stack, uint64_t arguments, uint64_t) {
     const auto parameters = taken(stack, arguments);
     const OnlyChecked scope;

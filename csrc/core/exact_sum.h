@@ -1,5 +1,5 @@
-// Sums that do not depend on the order of their terms. Each term is rounded to a multiple of 2^-26 (float32 values near
-// 1 are further apart), and the multiples are added as integers. So a sequence has the same sum whether it is padded or
+// Sums that do not depend on the order of their terms. Each term is rounded to a multiple of 2^-26, which is finer than
+// float32 near 1, and the multiples are added as integers. So a sequence has the same sum whether it is padded or
 // packed, on any number of threads, on a CPU or on a GPU.
 #pragma once
 
@@ -36,7 +36,7 @@ D3S_HOST_DEVICE uint64_t bits_of_double(double value) {
 // Returns the bits of kUnitsOrigin + term as an integer. The integer grows by one for each unit (2^-26) of the term.
 D3S_HOST_DEVICE uint64_t placed_units(float term) { return bits_of_double(static_cast<double>(term) + kUnitsOrigin); }
 
-// Returns the number of units in a term. The term must not be far (is_far).
+// Returns the number of units in a term. is_far(term) must be false.
 D3S_HOST_DEVICE int64_t near_units(float term) {
   return static_cast<int64_t>(placed_units(term) - bits_of_double(kUnitsOrigin));
 }
@@ -53,8 +53,8 @@ D3S_HOST_DEVICE void add_term(ExactSum& sum, float term) {
     sum.units += near_units(term);
 }
 
-// Returns the mean of the terms. It is infinite if a term is infinite. It is NaN if a term is NaN, or if there are
-// infinite terms of both signs. It is 0 if there are no terms.
+// Returns the mean of the terms, or 0 if there are none. A NaN term, or infinite terms of both signs, make the mean
+// NaN. Other infinite terms make it infinite.
 D3S_HOST_DEVICE float mean_of(const ExactSum& sum) {
   if ((sum.flags & kNanTerm) || sum.flags == (kPlusTerm | kMinusTerm)) return NAN;
   if (sum.flags) return sum.flags == kPlusTerm ? INFINITY : -INFINITY;

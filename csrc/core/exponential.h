@@ -16,14 +16,14 @@ D3S_HOST_DEVICE float power_of_two(int32_t n) {  // -126 <= n <= 127
 }
 
 D3S_HOST_DEVICE float exponential(float x) {
-  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // outside, e^x is 0 or infinity; NaN stays NaN
-  // x / log 2 is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
+  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // beyond, e^x is 0 or infinite; NaN stays NaN
+  // Adding 1.5 * 2^23 rounds x / log 2 to an integer n. The low bits of the sum are n.
   const float magic = 12582912.f;
   const float sum = inside * 1.44269504f + magic;
   const float n = sum - magic;
-  // log 2 is subtracted in two parts, since n times the first part is exact.
+  // n log 2 is subtracted in two parts, since n times the first part is exact.
   const float r = (inside - n * 0.693145752f) - n * 1.42860677e-6f;
-  // e^r = 1 + r + r^2 q(r) for |r| <= log(2) / 2, where q is minimax in relative error.
+  // e^r = 1 + r + r^2 q(r) for |r| <= log(2) / 2, where the polynomial q is minimax in relative error.
   float q = 1.374611515e-3f;
   q = q * r + 8.371827193e-3f;
   q = q * r + 4.166996479e-2f;

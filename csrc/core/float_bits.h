@@ -1,6 +1,5 @@
-// The types bfloat16 and float16, stored as bits, and their conversions. Conversions from float round to nearest even.
-// The types are not torch's types, because the CUDA kernels and the SIMD loops are compiled without torch. The
-// functions have internal linkage, since each SIMD level compiles its own copy.
+// bfloat16 and float16, stored as bits, and their conversions, which round to nearest even. torch's types are not used,
+// because the CUDA kernels and the SIMD loops are compiled without torch.
 #pragma once
 
 #include <cstdint>

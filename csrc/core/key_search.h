@@ -1,5 +1,5 @@
-// The search for the k-th largest order key. The search finds the key digit by digit, from the highest digit on, by
-// counting how many keys have each value of the digit.
+// The search for the k-th largest order key. It finds the key digit by digit, from the highest digit on. For each
+// digit, it counts how many keys have each value.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,6 @@ struct LogBounds {
   float low, high;
 };
 
-// The ratios at the bounds.
 struct RatioLimits {
   float lowest, highest;
 };
@@ -33,7 +32,7 @@ D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};
 }
 
-// Returns the gradient of the log-ratio. A gradient of 0 stays 0, whatever the ratio is: 0 * inf would be NaN.
+// Returns the gradient of the log-ratio. It is 0 if `grad` is 0, even for an infinite ratio (0 * inf is NaN).
 D3S_HOST_DEVICE float ratio_gradient(float grad, float ratio, const RatioLimits& limits) {
   const bool limited = ratio <= limits.lowest || ratio >= limits.highest;
   return limited ? 0.f : grad == 0.f ? grad : grad * ratio;

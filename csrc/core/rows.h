@@ -8,8 +8,7 @@
 namespace d3s {
 
 struct RowLayout {
-  static constexpr int kMaxDims =
-      6;  // the maximum of `dims`; rows_of (torch_abi.h) merges neighbouring dimensions first
+  static constexpr int kMaxDims = 6;  // the maximum of `dims`, after rows_of (torch_abi.h) has merged dimensions
 
   int64_t count = 1;    // the number of rows
   int64_t columns = 0;  // the length of each row
@@ -17,7 +16,7 @@ struct RowLayout {
   int64_t sizes[kMaxDims] = {};
   int64_t strides[kMaxDims] = {};
 
-  // Returns the offset at which row i starts, in elements.
+  // Returns the offset of row i, in elements.
   D3S_HOST_DEVICE int64_t offset(int64_t i) const {
 #if defined(__CUDA_ARCH__)
     // 32 bits are enough, since a grid has fewer than 2^32 blocks. A 64-bit division would be a subroutine call.

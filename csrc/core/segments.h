@@ -1,5 +1,4 @@
-// Segments of a 1-D array. They either are rows of equal length, or lie between offsets (like flash-attention's
-// cu_seqlens).
+// Segments of a 1-D array: rows of equal length, or the parts between offsets (like flash-attention's cu_seqlens).
 #pragma once
 
 #include <cstdint>

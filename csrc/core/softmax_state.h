@@ -2,9 +2,8 @@
 //
 //     m = max z,   S = sum e^((z - m) / t),   T = sum (z - m) e^((z - m) / t)
 //
-// Two states of one row can be merged into one state. All compiled code uses this file to compute entropies, so CPU
-// threads, GPU blocks, vocabulary tiles and ranks merge their states in the same way. Entropy needs only the merged
-// state of the row; log-probability also needs the label's logit z_y:
+// The states of parts of a row are merged in the same way for CPU threads, GPU blocks, vocabulary tiles and ranks. The
+// row's merged state gives the entropy and, with the label's logit z_y, the log-probability:
 //
 //     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
 //
@@ -12,8 +11,8 @@
 //
 // Special values: for a -inf logit, an accumulator may add e^(-86) instead of 0, since a clamp is cheaper than a
 // select. This term is negligible beside S >= 1, and finish() removes its contribution to T / S. A row with only -inf
-// logits has S < 1/2. A NaN or +inf logit always makes T NaN, and T stays NaN. S may lose a NaN: see exp2_nonpositive
-// in cpu/simd.h.
+// logits has S < 1/2. A NaN or +inf logit always makes T NaN, and T stays NaN, but S may be any value (see
+// exp2_nonpositive in cpu/simd.h).
 #pragma once
 
 #include <cfloat>
@@ -32,7 +31,6 @@ struct SoftmaxState {
   float dot = 0.f;
 };
 
-// The results of a finished row.
 struct RowStatistics {
   float entropy;
   float max;
@@ -57,7 +55,7 @@ D3S_HOST_DEVICE SoftmaxState merge(const SoftmaxState& a, const SoftmaxState& b,
 }
 
 D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperature) {
-  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // only -inf or no logits; or a NaN or +inf logit
+  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // no logit above -inf; or a NaN or +inf logit
   const float sum = undefined ? NAN : state.sum;
   const float log_sum = logf(sum);
   const float mean = state.dot / (temperature * sum);
@@ -70,10 +68,9 @@ D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float t
   return (z - row.max) / temperature - row.log_sum;
 }
 
-// The derivative of g_logprob * logprob(y) + g_entropy * H with respect to the logit z of a token with probability p,
-//     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t,
-// computed as e^(d / t) * (offset + slope * d) with d = z - m. In this form, each logit costs one fused multiply-add
-// besides the exponential.
+// The derivative of g_logprob * logprob(y) + g_entropy * H with respect to the logit z of a token with probability p is
+//     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t.
+// It is computed as e^(d / t) * (offset + slope * d) with d = z - m: one exponential and one fused multiply-add.
 struct GradientLine {
   float offset;
   float slope;

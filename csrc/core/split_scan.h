@@ -1,11 +1,10 @@
 // Of n sorted values, the k values with the largest variance are the first i and the last k - i values, for some i in
 // 0..k (Lemma 3.1 of PODS, arXiv 2504.13818; D3S, arXiv 2509.22115). The back-ends try every i.
 //
-// Sums are in double, and one value of the segment is first subtracted from all values. Otherwise, sums of large values
-// with small differences (rewards of 1000 +- 0.01) would cancel. If S1 is the sum and S2 the sum of squares of the k
-// values of a split, then k S2 - S1^2 is k^2 times the variance of these values. This expression needs no division for
-// each split, and is exact for small integers. It does not overflow: differences of floats are below 6.9e38, so for k
-// <= 2^32 the result is below 1e97.
+// Let S1 be the sum and S2 the sum of squares of the k values. k S2 - S1^2 is k^2 times their variance, needs no
+// division for each split, and is exact for small integers. Sums are in double, and one value of the segment is first
+// subtracted from all values. Otherwise, large values with small differences (rewards of 1000 +- 0.01) would cancel.
+// Differences of floats are below 6.9e38, so for k <= 2^32, k S2 - S1^2 is below 1e97 and does not overflow.
 #pragma once
 
 #include <cstdint>

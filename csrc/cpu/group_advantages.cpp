@@ -11,9 +11,9 @@ namespace {
 
 constexpr int64_t kGrain = 16384;
 
-// The statistics need two passes in double precision. The first pass computes the mean; the second pass adds up the
-// squared differences from the mean. Four separate sums hide the latency of an addition. The index of a reward in its
-// group alone decides to which of the four sums the reward is added.
+// Two passes in double precision compute the mean and the squared differences from the mean. Each pass uses four
+// separate sums to hide the latency of an addition. Which sum a reward is added to depends only on its index in its
+// group.
 struct Statistics {
   double sum = 0.0, squares = 0.0;
   int64_t count = 0;

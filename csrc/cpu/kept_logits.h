@@ -1,6 +1,5 @@
-// The CPU code for rows that have a span in a sampling mask. It gathers the kept logits, and then reduces them like a
-// short dense row. The arguments have been checked before: every id is a token, and the set of each unmasked row
-// contains the row's label, if the row has one.
+// Gathers the kept logits of a row with a span, and reduces them like a short dense row. The arguments have been
+// checked: every id is a token, and the set of each unmasked row contains the row's label, if there is one.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +10,8 @@
 
 namespace d3s {
 
-// The kept tokens of a row. They are stored as places, which are indices into the row's logits. Each thread has one
-// such object, and reuses it for all rows of the thread.
+// The kept tokens of a row, stored as places: indices into the row's logits. Each thread reuses one object for all its
+// rows.
 template <class T>
 class KeptLogits {
  public:

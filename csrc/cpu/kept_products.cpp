@@ -45,7 +45,7 @@ std::vector<Needed> needed_places(const KeptHead& head) {
   return needed;
 }
 
-// The sort key of a place. Places are sorted by token; places with the same token are sorted by place.
+// The sort key of a place: its token first, then the place itself.
 struct Entry {
   int32_t token, place;
 

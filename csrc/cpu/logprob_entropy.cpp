@@ -1,5 +1,5 @@
-// Computes logprob_entropy and its gradient, each in one pass over the logits. The temporary memory holds a list of the
-// rows. If there are too few rows to keep all threads busy, it also holds 12 bytes for each slice of a row.
+// Computes logprob_entropy and its gradient, each in one pass over the logits. Temporary memory holds a list of the
+// rows and, if there are too few rows to keep all threads busy, 12 bytes for each slice of a row.
 #include "../ops/logprob_entropy.h"
 
 #include <algorithm>
@@ -14,12 +14,10 @@ namespace {
 // The minimum number of logits for a thread. For fewer logits, a second thread costs more time than it saves.
 constexpr int64_t kGrain = 32768;
 
-// The minimum number of kept logits for a thread, for rows with a span. This minimum is smaller, since each kept logit
-// causes a cache miss.
+// The minimum number of kept logits for a thread. It is smaller than kGrain, since each kept logit causes a cache miss.
 constexpr int64_t kKeptGrain = 1024;
 
-// Two lists of the rows that are not masked out. Because of the lists, the work is divided evenly among the threads,
-// wherever the masked rows are.
+// The rows that are not masked out, listed so that the work can be divided evenly among the threads.
 struct LiveRows {
   std::vector<int64_t> dense, with_span;
 
@@ -47,10 +45,9 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
   return {sums.max, sums.sum, sums.dot};
 }
 
-// For each row in `live`, merges the states of the row's slices into start(row), and calls done(row, state, column)
-// with the merged state. `column` is the label's column, or -1 if the label has no column. A thread's task is one row
-// or, if there are few rows, one slice. In both cases, slices are merged from left to right, so the results are bitwise
-// equal.
+// For each row in `live`, merges the states of the row's slices into start(row), and calls done(row, merged state,
+// column of the label or -1). A thread's task is one row or, if there are few rows, one slice. In both cases, slices
+// are merged from left to right, so the results are bitwise equal.
 template <class T, class Start, class Done>
 void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
@@ -149,8 +146,8 @@ void clear(void* memory, int64_t bytes) {
     memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
 }
 
-// Writes the gradient of the kept logits, for those rows in the list `which` that have a span and an incoming gradient.
-// The caller has already written zeros to all other elements.
+// Writes the gradient of the kept logits of the rows in `which` that have a span and an incoming gradient. The caller
+// has already written zeros to these rows.
 template <class T>
 void write_kept(const LogitsRows& rows, const RowGradients& gradients, const int64_t* which, int64_t count, T* to,
                 const RowLayout& layout) {
@@ -189,9 +186,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
-    // `still` contains two kinds of rows: rows without an incoming gradient, where no logits are read, and rows with a
-    // span, where only the kept logits are read. `live` contains all other rows. Because of the two lists, each kind of
-    // work is divided evenly among the threads.
+    // `still` lists the rows that need few or no logits: rows with a span, and rows without an incoming gradient.
+    // `live` lists the other rows. Each list is divided evenly among the threads.
     std::vector<int64_t> live, still;
     for (int64_t row = 0; row < rows.layout.count; ++row)
       (has_gradient(rows, gradients, row) && rows.spans.dense(row) ? live : still).push_back(row);
@@ -225,8 +221,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
         loops.gradient(p + begin, end - begin, of_row, gradient + begin);
       if (has_label) gradient[label] = from_float<T>(label_gradient(line, label_distance, temperature));
     };
-    // A narrow gradient overwrites the front half of its own row. Other pieces of the row might not have been read
-    // before, so these rows are not cut into pieces.
+    // A narrow gradient overwrites logits of other columns in its row, so these rows are not cut into pieces.
     const int64_t length = narrow ? columns : kGrain, pieces = (columns + length - 1) / length;
     parallel_for(static_cast<int64_t>(live.size()) * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {

@@ -22,8 +22,8 @@ constexpr uint32_t kBuckets = 1u << kDigit;
 
 constexpr uint32_t kUnusable = UINT32_MAX;  // the key of a value that is masked out or not finite
 
-// An Entry is the integer that is sorted. It has a value's order key in the high 32 bits, and the value's index in the
-// low 32 bits. So among equal values, lower indices come first.
+// The integer that is sorted: a value's order key in the high 32 bits, and the value's index in the low 32 bits. So
+// among equal values, lower indices come first.
 using Entry = uint64_t;
 
 Entry entry(uint32_t key, int64_t index) { return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(index); }
@@ -31,13 +31,12 @@ double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)
 int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
 uint32_t digit_of(Entry e, int pass) { return e >> (32 + pass * kDigit) & (kBuckets - 1); }
 
-// Both sorts below are stable, and their input is in the order of the indices. So equal values stay in the order of
-// their indices.
+// Both sorts below are stable, so equal values stay in the order of their indices.
 
 // Sorts n keys. Unusable keys come last.
 void rank_sort(const uint32_t* keys, int64_t n, std::vector<Entry>& sorted) {
   uint32_t place[kRankSort];
-  uint8_t taken[kRankSort] = {};  // the number of earlier keys that are equal: below kRankSort
+  uint8_t taken[kRankSort] = {};  // the number of earlier equal keys; below kRankSort, so 8 bits are enough
   order_key_loops().count_below(keys, n, place);
   for (int64_t i = 0; i < n; ++i) sorted[place[i] + taken[place[i]]++] = entry(keys[i], i);
 }
@@ -63,8 +62,7 @@ struct Room {  // memory that is reused from segment to segment
   std::vector<double> spreads;
 };
 
-// Finds the best split of the n sorted entries. Returns how many of the split's k entries are at the low end. n must be
-// above k.
+// Returns how many of the k entries of the best split are at the low end. `sorted` must have more than k entries.
 int64_t best_split(const std::vector<Entry>& sorted, int64_t k, Room& room) {
   const int64_t n = static_cast<int64_t>(sorted.size());
   const double shift = value_of(sorted[n / 2]);

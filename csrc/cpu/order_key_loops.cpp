@@ -1,5 +1,4 @@
-// This file is compiled once for each SIMD level. The compiler vectorises these plain loops for the level's vector
-// width.
+// This file is compiled once for each SIMD level. The compiler vectorises the loops for the level's vector width.
 #include "order_key_loops.h"
 
 #include <cfloat>
@@ -99,8 +98,7 @@ void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
 }
 
 uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // Finds the smallest difference keys[i] - pivot. For a key below the pivot, this unsigned difference wraps around. It
-  // is then larger than the difference for any key that is at least the pivot.
+  // For keys below the pivot, the unsigned keys[i] - pivot wraps around, and is larger than for all other keys.
   uint32_t least = UINT32_MAX;
   for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
   return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;

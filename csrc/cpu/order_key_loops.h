@@ -11,8 +11,8 @@ constexpr int64_t kKeysPadding = 16;  // the number of keys in the widest vector
 
 struct OrderKeyLoops {
   // keys[i] = order_key(|advantage| * scores[i]), or 0 where the mask is false or the score is NaN. The advantage is
-  // advantages[i], or `advantage` if `advantages` is null. `mask` may be null too. Returns how many keys are not 0. n
-  // must be below 2^31.
+  // advantages[i], or `advantage` if `advantages` is null. `mask` may be null. Returns how many keys are not 0. n must
+  // be below 2^31.
   template <class T>
   using FromScores = int64_t (*)(const T* scores, const float* advantages, float advantage, const bool* mask, int64_t n,
                                  uint32_t* keys);
@@ -34,8 +34,8 @@ struct OrderKeyLoops {
   int64_t (*copy_between)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out);
   // Returns the smallest key that is at least `pivot`, or UINT32_MAX if there is none.
   uint32_t (*lowest_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
-  // below[i] = the number of keys, among the n keys, that are less than keys[i]. The length of both arrays is at least
-  // n, rounded up to a multiple of kKeysPadding.
+  // below[i] = how many of the n keys are less than keys[i]. The length of both arrays is at least n, rounded up to a
+  // multiple of kKeysPadding.
   void (*count_below)(const uint32_t* keys, int64_t n, uint32_t* below);
   // mask[i] = keys[i] >= pivot.
   void (*write_mask)(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask);

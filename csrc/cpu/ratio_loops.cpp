@@ -1,5 +1,4 @@
-// This file is compiled once for each SIMD level. The compiler vectorises these plain loops for the level's vector
-// width.
+// This file is compiled once for each SIMD level. The compiler vectorises the loops for the level's vector width.
 #include "ratio_loops.h"
 
 #include <type_traits>
@@ -26,7 +25,7 @@ struct MaskedInSome {
   uint32_t operator()(int64_t i) const { return masked(i) & in_some(i); }
 };
 
-// These functors return the group of token i. The group is below 0 if the token is in no group.
+// These functors return the group of token i, or a number below 0 if the token is in no group.
 struct OneGroup {
   int32_t operator()(int64_t) const { return 0; }
 };
@@ -35,8 +34,7 @@ struct GroupId {
   int32_t operator()(int64_t i) const { return ids[i]; }
 };
 
-// Calls body(present), where `present` is one of the functors above. `present` returns whether a token is unmasked and,
-// if there are ids, in a group.
+// Calls body(present) with the functor that tests whether a token is unmasked and, if there are ids, in a group.
 template <class Body>
 void with_present(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};

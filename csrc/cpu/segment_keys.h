@@ -1,5 +1,5 @@
-// Access to the keys of a segment on a CPU. The keys are either stored, or recomputed in each pass. After the k-th
-// largest key of a segment has been found, write_mask writes the segment's mask.
+// Access to the keys of a segment on a CPU. The keys are either stored, or recomputed in each pass. write_mask writes a
+// segment's mask from its k-th largest key.
 #pragma once
 
 #include <algorithm>

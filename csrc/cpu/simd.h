@@ -1,7 +1,6 @@
-// Defines vectors of the width that the including file is compiled for, and the few vector operations that the loops
-// use. The types use the vector extensions of GCC and Clang. Where these extensions lack an operation, intrinsics are
-// used. Fast-math must be off: it would remove the rounding trick of exp2_nonpositive, and change how the whole process
-// treats denormals.
+// Defines vectors of the width that the including file is compiled for, and a few operations on them. It uses the
+// vector extensions of GCC and Clang, and intrinsics for what these extensions lack. Fast-math must be off: it would
+// remove the rounding trick of exp2_nonpositive, and change how the whole process treats denormals.
 #pragma once
 
 #include <cstdint>
@@ -76,7 +75,7 @@ inline Floats max_or_nan(Floats x, Floats number) {
 // the result is arbitrary, since the low bits of the NaN are added to the exponent. But the product of the result and x
 // is still NaN.
 inline Floats exp2_nonpositive(Floats x, Floats scale) {
-  // x * scale is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
+  // Adding 1.5 * 2^23 rounds x * scale to an integer n. The low bits of the sum are n.
   const Floats magic = all(12582912.f);
   const Floats sum = multiply_add(x, scale, magic);
   const Floats n = sum - magic;
@@ -92,8 +91,7 @@ inline Floats exp2_nonpositive(Floats x, Floats scale) {
   return (Floats)((Ints)p + ((Ints)sum << 23));
 }
 
-// Folds all lanes into one value, in log2(kLanes) steps. Each step folds one half of the lanes onto the other half. The
-// order of these steps is always the same.
+// Folds all lanes into one value. Each step folds one half of the lanes onto the other half, always in the same order.
 template <class Fold>
 inline float fold_lanes(Floats v, const Fold& fold) {
 #if defined(__AVX512F__)
@@ -127,8 +125,7 @@ struct FloatPair {
 };
 constexpr int64_t kPair = 2 * kLanes;
 
-// Loads the two vectors separately. For one memcpy of the whole pair, GCC would emit a chain of small copies through
-// memory, where each copy waits for the previous copy.
+// Loads the vectors separately: for one memcpy of the pair, GCC would emit a slow chain of small copies through memory.
 inline FloatPair load_pair(const float* p) {
   FloatPair pair;
   memcpy(&pair.a, p, sizeof pair.a);
@@ -141,8 +138,7 @@ inline void store_pair(float* p, const FloatPair& pair) {
   memcpy(p + kLanes, &pair.b, sizeof pair.b);
 }
 
-// The first vector holds the even elements, which are the low halves of the words. The second vector holds the odd
-// elements, which are the high halves.
+// The first vector holds the even elements (the low halves of the words), the second vector holds the odd elements.
 inline FloatPair load_pair(const bfloat16* p) {
   Words words;
   memcpy(&words, p, sizeof words);

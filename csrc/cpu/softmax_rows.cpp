@@ -10,12 +10,12 @@
 namespace d3s {
 namespace {
 
-// Returns the lowest distance from the maximum; the distances of lower logits are clamped to it. The exponential of
-// this distance is 2^-125, the smallest value that exp2_nonpositive computes.
+// Returns the limit to which lower distances from the maximum are clamped. The exponential of the limit is 2^-125, the
+// smallest value that exp2_nonpositive computes.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements of a row or slice, padded with -inf. They are too few for a pair of vectors. memcpy copies them,
-// since the compiler could reorder plain reads and writes if a gradient overwrites logits of another type.
+// The last elements of a row or slice, too few for a pair of vectors, padded with -inf. memcpy copies them, since the
+// compiler could reorder plain reads and writes if a gradient overwrites logits of another type.
 template <class T>
 struct Tail {
   T values[kPair];

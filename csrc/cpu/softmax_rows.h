@@ -23,8 +23,7 @@ struct GradientRow {
 
 template <class T>
 struct SoftmaxLoops {
-  // Returns the state of n <= kSlice logits. `scale` is log2(e) / t. Prefetches `next`, the logits that the caller
-  // reads next.
+  // Returns the state of n <= kSlice logits. `scale` is log2(e) / t. Prefetches `next`, the caller's next logits.
   SoftmaxSums (*slice)(const T* logits, int64_t n, float scale, const T* next);
   // gradient[i] = 2^(d scale) (offset + slope d), where d = logits[i] - max. For a logit of -inf, gradient[i] = 0.
   // `gradient` and `logits` may be the same array.

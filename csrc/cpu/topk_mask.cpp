@@ -1,11 +1,11 @@
 // The selection of topk_mask, select_tokens and select_tokens_from_logits. It keeps exactly k scores of each segment.
-// Among equal scores, the scores with lower indices are kept first.
+// Among equal scores, lower indices are kept first.
 //
 // The scores of a segment become integer keys, and bisection finds the k-th largest key. Each step counts the keys that
 // are at least a pivot. Counting runs at the speed of the cache, and some twenty pivots are enough. If a segment is too
-// long for the cache, the search is narrowed first: a sample gives two keys that most likely enclose the k-th largest
-// key, and only the few keys in between are searched further. The few passes over such a segment recompute the
-// segment's keys piece by piece, which is cheaper than storing the keys.
+// long for the cache, a sample first gives two keys that most likely enclose the k-th largest key, and only the few
+// keys in between are bisected. The few passes over such a segment recompute its keys piece by piece, which is cheaper
+// than storing them.
 #include <cmath>
 
 #include "segment_keys.h"
@@ -24,8 +24,7 @@ struct Search {
   int64_t inside, k;  // k: the wanted key is the k-th largest of `keys`
   uint32_t low = 1, high = kLargestKey;
 
-  // Returns two keys of a sorted sample. They lie four standard deviations below and above the index at which the
-  // wanted key is expected.
+  // Returns two keys of a sorted sample, four standard deviations below and above the wanted key's expected index.
   std::pair<uint32_t, uint32_t> guess() const {
     uint32_t sample[kSample];
     const int64_t step = keys.n / kSample;
@@ -78,8 +77,7 @@ struct Search {
   }
 };
 
-// Returns the cut that keeps k of the keys. `present` is the number of keys that are not 0. 1 <= k <= present must
-// hold.
+// Returns the cut that keeps k keys, where 1 <= k <= present. `present` is the number of keys that are not 0.
 Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   Search search{*keys.loops, keys, present, k};
   Keys left;
@@ -89,8 +87,7 @@ Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
     // The keys of the narrowed range go to new memory, since a wrong guess must not overwrite the current keys. Few
     // pages of the new memory are touched.
     Keys next = new_keys(before);
-    // After a wrong guess, the search continues with all keys in the new range [low, high]. It does not trust another
-    // sample.
+    // After a wrong guess, the search takes all keys in the new range [low, high], without another sample.
     if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());
     left = std::move(next);
     if (search.keys.n == before) break;  // there are too few different keys to narrow further

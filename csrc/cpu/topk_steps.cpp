@@ -30,8 +30,7 @@ class DigitCounts {
   uint32_t even_[1 << Digit::kMostBits], odd_[1 << Digit::kMostBits];
 };
 
-// Counts only the keys that start with the prefix. For each value of the next digit, adds the number of such keys with
-// this value to `counts`.
+// counts[bin] += the number of keys that start with the prefix and whose next digit has the value `bin`.
 void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t prefix, int64_t* counts) {
   const OrderKeyLoops& loops = order_key_loops();
   DigitCounts found(digit);
@@ -51,8 +50,7 @@ void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t p
   found.add_to(counts);
 }
 
-// Calls body(segment) for all segments: first for short segments, in parallel, then for long segments one by one, each
-// on all threads.
+// Calls body(segment) for short segments in parallel, and then for long segments one by one, each on all threads.
 template <class Body>
 void for_segments(const SegmentedKeys& keys, const Body& body) {
   const Segments& segments = keys.segments;

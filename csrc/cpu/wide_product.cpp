@@ -9,8 +9,7 @@
 namespace d3s {
 namespace {
 
-// If rows have an odd number of elements, copies them into words of two elements, and pads the last word of each row
-// with 0. Rows with an even number of elements need no copy.
+// Copies rows of odd length into words of two elements, and pads the last word with 0. Other rows need no copy.
 std::vector<uint32_t> padded_words(const bfloat16* hidden, int64_t rows, int64_t inner) {
   const int64_t words = (inner + 1) / 2;
   std::vector<uint32_t> padded(inner % 2 ? rows * words : 0);

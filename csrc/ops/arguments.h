@@ -20,23 +20,20 @@ struct NumberOrTensor {
 using RatioArgument = NumberOrTensor<double>;
 using KeepArgument = NumberOrTensor<int64_t>;
 
-// A number as the temperature of all rows, or the tensor that replaces the number. The tensor is 0-d, or has one
-// temperature for each row.
+// One temperature for all rows, or the tensor that replaces it: 0-d, or with one temperature for each row.
 struct TemperatureArgument {
   double number = 1.0;
   OptionalTensor tensor;
 };
 
-// The segments of some values. If `pooled` is true, an op selects from all segments together, as if they were one
-// segment.
+// The segments of some values. If `pooled` is true, an op selects from all segments together.
 struct SegmentsArgument {
   OptionalTensor offsets;
-  OptionalInt max_segment;  // a bound on the length of a segment
+  OptionalInt max_segment;  // an upper bound on the length of a segment
   bool pooled;
 };
 
-// The tokens that the columns of logits belong to: consecutive tokens, starting with `first_token`; or the whole
-// vocabulary if `first_token` is not set.
+// The columns of logits are consecutive tokens from `first_token` on or, if it is not set, the whole vocabulary.
 struct Tile {
   OptionalInt first_token;
 };
@@ -110,13 +107,11 @@ class GradientsArgument {
   std::vector<Tensor> owners_;
 };
 
-// Checks temperatures, and keeps their tensor alive in `owner`. This function takes no logits, so that ops on softmax
-// states can use it too.
+// Checks temperatures. The result points into a tensor that `owner` keeps alive.
 Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
-// Returns the number of values to keep, which must be at least 1. If the number is a 0-d tensor, kernels read it on the
-// device. The host then reads it only for this check.
+// Returns the number of values to keep, which must be at least 1. If it is a 0-d tensor, kernels read it on the device.
 Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like);
 
 // Returns the quota of an op that takes either a ratio or `k`.
@@ -138,13 +133,13 @@ struct PooledSegments {
   }
 
   Segments given, selected;
-  std::vector<int64_t> sizes;  // of a result that has one element for each selected segment
-  int64_t longest;             // a bound on the length of a selected segment; only GPUs use it, to choose launch sizes
+  std::vector<int64_t> sizes;  // the shape of a result with one element for each selected segment
+  int64_t longest;             // an upper bound on the length of a selected segment; only for launch sizes on GPUs
   int64_t together = 1;        // how many given segments one selected segment contains
 };
 
-// Returns whether there is one advantage for all tokens, one for each sequence, or one for each token. If the shape of
-// `advantages` fits both sequences and tokens, there is one for each token.
+// Returns whether there is one advantage for all tokens, for each sequence, or for each token. A shape that fits both
+// sequences and tokens means one for each token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
 
 }  // namespace d3s

@@ -1,4 +1,4 @@
-// Checks the arguments of compact and allocates its results, on every device.
+// Checks the arguments of compact and allocates its results.
 #include "compact.h"
 
 #include "arguments.h"

@@ -1,5 +1,4 @@
-// The device that an op runs on. The class does not depend on torch. The .cu files use the device only through this
-// class.
+// The device that an op runs on. The class does not depend on torch, since the .cu files use it.
 #pragma once
 
 #include <cstdint>

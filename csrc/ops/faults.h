@@ -1,7 +1,6 @@
-// Kernels on a GPU use this header to report invalid values. These values have not been checked before, since a check
-// on the host would cause a host sync. If a kernel reads an invalid value, it writes NaN or selects nothing, and sets a
-// byte in host memory. d3s_kernels/_dispatch/faults.py reads the bytes before the next op, and warns. Nothing here
-// depends on torch.
+// Reports invalid values on a GPU, where a check before the op would cause a host sync. A kernel that reads an invalid
+// value writes NaN or selects nothing, and sets a byte in host memory. d3s_kernels/_dispatch/faults.py reads the bytes
+// before the next op, and warns. Nothing here depends on torch.
 #pragma once
 
 #include "../core/macros.h"

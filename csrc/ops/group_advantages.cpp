@@ -1,4 +1,4 @@
-// Checks the arguments of group_advantages and allocates its result, on every device.
+// Checks the arguments of group_advantages and allocates its result.
 #include <cmath>
 
 #include "arguments.h"

@@ -1,4 +1,4 @@
-// Checks the arguments of kept_logits_backward and allocates its results, on every device.
+// Checks the arguments of kept_logits_backward and allocates its results.
 #include "kept_logits_backward.h"
 
 #include "arguments.h"

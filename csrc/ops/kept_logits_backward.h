@@ -1,18 +1,17 @@
-// The interface of the gradient of kept logits. Each back-end implements it, in cpu/kept_logits_backward.cpp and
-// cuda/kept_logits_backward.cu. The arguments have been checked by ops/kept_logits_backward.cpp. Nothing here depends
-// on torch.
+// The gradient of kept logits, implemented in cpu/ and cuda/. ops/kept_logits_backward.cpp has checked the arguments.
+// Nothing here depends on torch.
 #pragma once
 
 #include "logprob_entropy.h"
 
 namespace d3s {
 
-// The results. They are the inputs of sum_for_rows and add_for_tokens (kept_products.h).
+// The results, from which sum_for_rows and add_for_tokens (kept_products.h) compute gradients.
 struct KeptGradientOutput {
   float* grad = nullptr;      // for each place: the gradient of the product of a hidden state and a weight row
   int32_t* rows = nullptr;    // for each place: the place's row, or -1 if the place has no gradient
   int32_t* tokens = nullptr;  // for each place: the column of the place's token
-  bool* undefined = nullptr;  // for each row: whether its gradient is NaN; a row with a bad span has no places
+  bool* undefined = nullptr;  // for each row: whether its gradient is NaN; if its span is bad, the row has no places
 };
 
 // Computes the gradient of kept logits (LogitsRows::kept_alone). If `softcap` is above 0, the gradient includes the

@@ -1,5 +1,4 @@
-// Checks the arguments of kept_logits, kept_hidden_grad_ and kept_weight_grad_, and prepares their results, on every
-// device.
+// Checks the arguments of kept_logits, kept_hidden_grad_ and kept_weight_grad_, and prepares their results.
 #include "kept_products.h"
 
 #include "arguments.h"
@@ -45,8 +44,7 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   }
   head.softcap = softcap.checked();
   head.logits_type = float_type(logits_dtype);
-  // A row of logits has the label, mask and span of its hidden state, so the checks below use `hidden` instead of the
-  // logits.
+  // The logits do not exist yet, so labels, mask and spans are checked against the rows of `hidden`.
   LogitsArgument argument(hidden, TemperatureArgument());
   argument.rows.vocabulary = head.weight.rows;
   argument.set_tile(tile);

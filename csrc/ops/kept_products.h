@@ -1,9 +1,8 @@
-// Products with the weight rows of kept tokens in an LM head. Each back-end implements them, in cpu/kept_products.cpp
-// and cuda/kept_products.cu. The arguments have been checked by ops/kept_products.cpp. Nothing here depends on torch.
+// Products with the weight rows of kept tokens in an LM head, implemented in cpu/ and cuda/. ops/kept_products.cpp has
+// checked the arguments. Nothing here depends on torch.
 //
-// A place is an index into a list of kept logits. It stands for a row and a token of the row's set. The first places
-// belong to the ids of the sampling mask, one place for each id. The remaining places belong to the labels, one place
-// for each row, since a label may join its row's set (Spans::place, Spans::place_of_label).
+// A place is an index into a list of kept logits, and stands for a row and a token of the row's set. There is one place
+// for each id of the sampling mask, and then one for each row, since a label may join its row's set.
 #pragma once
 
 #include "../core/float_bits.h"
@@ -72,17 +71,15 @@ struct KeptHead {
   LogitsRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
 
   D3S_HOST_DEVICE int64_t places() const { return rows.spans.count + hidden.rows; }
-  // Returns whether the row's set is a single token. If it is, no logit of the row is needed.
+  // Returns whether the row's set is a single token, so that no logit of the row is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
     return span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);
   }
-  // Returns whether the row has a span and a label that may join the row's set. This does not test whether the span
-  // already contains the label.
+  // Returns whether the row's label joins the row's set if the span does not contain the label.
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
     return rows.spans.include_label && span.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
-  // Turns the product of a hidden state and a weight row into a logit, with the same rounding steps as in the dense
-  // head.
+  // Turns the product of a hidden state and a weight row into a logit, with the rounding steps of the dense head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
     float z = rounded(product, logits_type);
     if (bias.values) z = rounded(z + bias[weight_row], logits_type);
@@ -94,9 +91,8 @@ struct KeptHead {
   }
 };
 
-// Writes the logit of each place, or -inf where no logit is needed. No logit is needed if the token is in another
-// shard, the place belongs to no row, the row is masked out, or the row's set is a single token. Offsets on a GPU may
-// be unchecked; if they are bad, all logits are NaN.
+// Writes the logit of each place, or -inf if the place belongs to no row, the token is in another shard, the row is
+// masked out, or the row's set is a single token. If unchecked offsets on a GPU are bad, all logits are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
@@ -112,16 +108,14 @@ struct KeptGradient {
   }
 };
 
-// out[row] = the sum of grad * weight[token] over the row's places. The terms are added in the order of the places; the
-// label's place comes last. The result is NaN for rows that are `undefined`. `spans` delimits the places of each row,
-// except the label's place. For rows with an empty span, nothing is written. `out` has the type of `weight`, or
+// out[row] = the sum of grad * weight[token] over the row's places in `spans`, in order, and then the label's place.
+// Writes NaN to rows that are `undefined`, and nothing to rows with an empty span. `out` has the type of `weight`, or
 // float32.
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 
-// out[token] += the sum of grad * hidden[row] over the token's places. The terms are added in the order of the places.
-// bias_out[token] += the sum of grad over these places. `out` has the type of `hidden`, or float32. `out` may have no
-// columns, and bias_out may be null.
+// out[token] += the sum of grad * hidden[row] over the token's places, in order. bias_out[token] += the sum of grad
+// over these places. `out` has the type of `hidden`, or float32, and may have no columns. bias_out may be null.
 void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);
 

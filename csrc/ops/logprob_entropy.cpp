@@ -1,5 +1,4 @@
-// Checks the arguments of logprob_entropy, its backward and their tile-by-tile forms, and allocates the results, on
-// every device.
+// Checks the arguments of logprob_entropy, its backward and their tile-by-tile forms, and allocates the results.
 #include "arguments.h"
 
 namespace d3s {
@@ -149,8 +148,8 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   return out;
 }
 
-// Returns the output of the in-place op, whose gradient overwrites the logits. A half-precision gradient of float32
-// logits overwrites the front half of each row.
+// Returns the output of the in-place op: the logits themselves, or the front half of each row for a half-precision
+// gradient of float32 logits.
 GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
                                  const std::optional<ScalarType>& grad_dtype) {
   GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};

@@ -1,5 +1,5 @@
-// The ops over logits. Each back-end implements them, in cpu/logprob_entropy.cpp and cuda/logprob_entropy.cu. The
-// arguments have been checked by ops/logprob_entropy.cpp. Nothing here depends on torch.
+// The kernels over logits, implemented in cpu/ and cuda/. ops/logprob_entropy.cpp has checked the arguments. Nothing
+// here depends on torch.
 #pragma once
 
 #include "../core/order_key.h"
@@ -58,9 +58,8 @@ struct LogitsRows {
   Temperatures temperatures;
   const bool* mask = nullptr;  // where it is false, the row is not read, and its results are 0
   Spans spans;
-  // Whether `logits` contains only kept logits. If it does, every row of `logits` is the same list, which contains the
-  // kept logits of all rows (Spans::place). layout.columns is then the number of tokens in the vocabulary or tile, and
-  // the results of rows with an empty span are 0.
+  // If true, every row of `logits` is the same list of the kept logits of all rows (Spans::place), layout.columns is
+  // the number of tokens in the vocabulary or tile, and the results of rows with an empty span are 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
@@ -145,7 +144,7 @@ struct RowState {
   D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 
-// The states of all rows, [shards][count]. Each row has one state for each vocabulary shard.
+// The states of all rows, [shards][count]: one state for each vocabulary shard and row.
 struct RowStates {
   const RowState* states = nullptr;
   int64_t shards = 1;
@@ -163,8 +162,7 @@ struct RowStates {
   }
 };
 
-// The order keys of |A| * H. If kMakesKeys is true, the back-end writes the keys together with the entropies.
-// Otherwise, the back-end does not use `keys`.
+// The order keys of |A| * H. Only a back-end with kMakesKeys = true writes them, together with the entropies.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
@@ -172,16 +170,14 @@ struct KeyOutput {
 extern const bool kMakesKeys;
 
 // Writes the statistics of all rows, and zeros for rows that are masked out. If there are more dense rows than
-// max_dense_rows, the results of all rows that are not masked out are NaN; but if such a row has no label, its
-// log-probability stays 0.
+// max_dense_rows, writes NaN for all unmasked rows, except that the log-probability of a row without a label is 0.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
 // Writes the gradient of each row, or 0 if the row has no incoming gradient.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device);
 
-// Merges a tile into the states of its rows. Skips rows that are masked out. For a row with a span, merges only the
-// kept tokens in the tile. If there are more dense rows than max_dense_rows, the states of all rows that are not masked
-// out become NaN.
+// Merges a tile into the states of the rows that are not masked out. For a row with a span, merges only the kept tokens
+// in the tile. If there are more dense rows than max_dense_rows, these states become NaN.
 void merge_tile(const LogitsRows& rows, RowState* states, Device& device);
 
 // Computes the results of rows from their finished states.

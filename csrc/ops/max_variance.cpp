@@ -1,4 +1,4 @@
-// Checks the arguments of max_variance_select and allocates its result, on every device.
+// Checks the arguments of max_variance_select and allocates its result.
 #include "arguments.h"
 
 namespace d3s {

@@ -1,5 +1,4 @@
-// Checks the arguments of importance_ratio, entropy_groups and adaptive_clip, and allocates their results, on every
-// device.
+// Checks the arguments of importance_ratio, entropy_groups and adaptive_clip, and allocates their results.
 #include "ratios.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// importance_ratio, entropy_groups and adaptive_clip. Each back-end implements them, in cpu/ratios.cpp and
-// cuda/ratios.cu. The arguments have been checked by ops/ratios.cpp. Nothing here depends on torch.
+// The kernels of importance_ratio, entropy_groups and adaptive_clip, implemented in cpu/ and cuda/. ops/ratios.cpp has
+// checked the arguments. Nothing here depends on torch.
 #pragma once
 
 #include <cstdint>

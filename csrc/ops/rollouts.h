@@ -1,6 +1,5 @@
-// The ops over groups of rollouts. Each back-end implements them, in the files max_variance and group_advantages of
-// cpu/ and cuda/. The arguments have been checked by the files of the same names in ops/. Nothing here depends on
-// torch.
+// The kernels over groups of rollouts, implemented in the files max_variance and group_advantages of cpu/ and cuda/.
+// The files of the same names in ops/ have checked the arguments. Nothing here depends on torch.
 #pragma once
 
 #include <cfloat>
@@ -49,9 +48,8 @@ D3S_HOST_DEVICE float number_of(T reward) {
   return to_float(reward);
 }
 
-// Returns the largest difference between rewards that count as equal, since equal rewards may differ by rounding. This
-// tolerance is relative to max(largest |reward|, 1). It is about eight rounding steps, or one step in half precision.
-// TOLERANCE in d3s_kernels/_segments/segments.py has the same values.
+// Returns the largest difference of rewards that count as equal, relative to max(largest |reward|, 1): about eight
+// rounding steps, or one step in half precision. TOLERANCE in d3s_kernels/_segments/segments.py has the same values.
 constexpr double spread_tolerance(FloatType type) {
   switch (type) {
     case FloatType::kFloat64:
@@ -74,16 +72,16 @@ D3S_HOST_DEVICE bool without_spread(double lowest, double highest, double tolera
 }
 
 // Returns whether `squares`, the sum of the squared differences from the mean, already shows that the rewards are not
-// equal. In most groups it does. If all rewards are equal, each reward differs from the mean by at most the tolerance
-// plus the rounding error of the mean.
+// equal, as it does in most groups. Equal rewards differ from their mean by at most the tolerance plus the rounding
+// error of the mean.
 D3S_HOST_DEVICE bool far_apart(double mean, double squares, int64_t scored, double tolerance) {
   const double size = mean < -1.0 ? -mean : mean > 1.0 ? mean : 1.0, count = static_cast<double>(scored);
   const double far = 4.0 * (tolerance + count * DBL_EPSILON) * size;
   return squares > count * far * far;
 }
 
-// Returns the advantage of a reward. It is 0 in three cases: the reward is NaN, which means unscorable; the reward
-// equals the mean, even if the divisor is 0; or the group has only one scored reward.
+// Returns the advantage of a reward. It is 0 if the reward is NaN (unscorable) or equals the mean, even if the divisor
+// is 0, or if the group has only one scored reward.
 D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, double divisor) {
   const double difference = reward - mean;
   const bool none = reward != reward || difference == 0.0 || scored == 1;

@@ -1,5 +1,4 @@
-// The arguments of a sampling mask, and their checks. If ids or offsets are on a GPU, their values are checked only
-// with D3S_KERNELS_CHECK=1.
+// The arguments of a sampling mask, and their checks. Values on a GPU are checked only with D3S_KERNELS_CHECK=1.
 #pragma once
 
 #include <string>

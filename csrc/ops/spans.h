@@ -13,16 +13,14 @@ struct Span {
   int64_t size;  // below 0 if the row's offsets are bad: offsets on the device may be unchecked
 };
 
-// The tokens over which a row's log-probability and entropy are computed: the row's span, plus the label if the label
-// joins.
+// The tokens over which a row's log-probability and entropy are computed: the span and, if it joins, the label.
 struct KeptSet {
   int64_t size;
   bool has_label;
   bool label_joins;  // the label is in the set but not in the span
   bool bad;          // the offsets or a token are bad: the row's results are NaN
 
-  // Returns whether the set is a single token. If it is, log-probability, entropy and gradient are 0, and no logit is
-  // read.
+  // Returns whether the set is a single token. Then logprob, entropy and gradient are 0, and no logit is read.
   D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
 };
 
@@ -47,15 +45,15 @@ struct Spans {
     const bool is_good = good(row);
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
-  // These two functions return indices into a list of kept logits. The list starts with the logits of all ids, each at
-  // the index of its id in `tokens`. After these logits, the list has one place for each row, for a label that joins.
+  // These two functions return places, the indices into a list of kept logits. The list has one place for each id, in
+  // the order of `tokens`, and then one place for each row, for a label that joins.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
   // Returns whether the row's log-probability is computed over all tokens.
   D3S_HOST_DEVICE bool dense(int64_t row) const { return !given() || (*this)[row].size == 0; }
 
-  // Returns the row whose span contains this place, or -1 if no span contains the place.
+  // Returns the row whose span contains this place, or -1 if there is none.
   D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
     int64_t low = 0, high = rows;
     while (low < high) {
@@ -68,8 +66,8 @@ struct Spans {
     return low < rows && offset(low) <= place ? low : -1;
   }
 
-  // Returns the set of a row. The caller has read the row's span: `label_found` tells whether the span contains the
-  // label, and `bad_token` whether the span contains a bad token. A label below 0 is no token.
+  // Returns the set of a row. `label_found` tells whether the span contains the label, and `bad_token` whether it
+  // contains a bad token. A label below 0 is no token.
   D3S_HOST_DEVICE KeptSet set_of(const Span& span, int64_t label, int64_t vocabulary, bool label_found,
                                  bool bad_token) const {
     const bool joins = include_label && !label_found && label >= 0 && label < vocabulary;

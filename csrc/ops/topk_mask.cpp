@@ -1,5 +1,4 @@
-// Checks the arguments of topk_mask, select_tokens and select_tokens_from_logits, and allocates their results, on every
-// device.
+// Checks the arguments of topk_mask, select_tokens and select_tokens_from_logits, and allocates their results.
 #include "arguments.h"
 
 namespace d3s {

@@ -1,5 +1,5 @@
-// Top-K selection. Each back-end implements it, in cpu/topk_mask.cpp and cuda/topk_mask.cu. The arguments have been
-// checked by ops/topk_mask.cpp. Nothing here depends on torch.
+// Top-K selection, implemented in cpu/ and cuda/. ops/topk_mask.cpp has checked the arguments. Nothing here depends on
+// torch.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace d3s {
 
-// The scores to select from: plain scores, or |A| * H of each token (the advantage A and the entropy H). |A| * H is
-// computed while the keys are made, and is never stored.
+// The scores to select from: plain scores, or |A| * H with a token's advantage A and entropy H. |A| * H is computed
+// while the keys are made, and is never stored.
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
@@ -38,8 +38,8 @@ struct Quota {
 
   D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
 
-  // Returns how many of `present` values are kept. A ratio on the device may be unchecked. If the ratio is outside of
-  // (0, 1], nothing is kept.
+  // Returns how many of `present` values are kept. A ratio on the device may be unchecked; outside of (0, 1], it keeps
+  // nothing.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {
       const int64_t wanted = number.of(present);
@@ -56,8 +56,8 @@ struct SelectionOutputs {
   float* threshold = nullptr;  // the lowest kept score in each segment, +inf if none is kept; may be null
 };
 
-// Selects the top values of each segment. `values` is the total number of values. `longest` is a bound on the length of
-// a segment, or equals `values`. `longest` is only a hint, and may be wrong.
+// Selects the top values of each segment. `values` is the total number of values. `longest`, a bound on the length of a
+// segment, is only a hint, and may be wrong.
 void select_top(const Scores& scores, const Quota& quota, const Segments& segments, int64_t values, int64_t longest,
                 const SelectionOutputs& outputs, Device& device);
 

@@ -1,5 +1,5 @@
 // Checks the arguments of topk_order_keys, topk_count_digit, topk_choose_digit_ and topk_mask_from_key, and allocates
-// their results, on every device.
+// their results.
 #include "topk_steps.h"
 
 #include "arguments.h"

@@ -1,6 +1,6 @@
 // Top-K selection in steps, for segments that are spread over several ranks. Between the steps, the ranks add up their
-// counts. Each back-end implements the steps, in cpu/topk_steps.cpp and cuda/topk_steps.cu. The arguments have been
-// checked by ops/topk_steps.cpp. Nothing here depends on torch.
+// counts. cpu/ and cuda/ implement the steps. ops/topk_steps.cpp has checked the arguments. Nothing here depends on
+// torch.
 #pragma once
 
 #include "../core/key_search.h"
@@ -14,7 +14,6 @@ struct SegmentedKeys {
   Segments segments;
 };
 
-// Writes the order keys of all scores.
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
 
 // counts[segment][bin] = the number of keys in the segment that start with the digits found so far, and whose next
