@@ -1,7 +1,7 @@
 """Checks the types and devices of arguments, and converts arguments to the form that the ops take.
 
-The values of tensors are checked in the kernels. The checks here run before the checks of torch's dispatcher, because
-the dispatcher does not detect every wrong type or device, and its messages are less clear.
+The kernels check the values of tensors. The checks here run before torch's dispatcher, which does not detect every
+wrong type or device, and has less clear messages.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueE
 
 
 def _require_subclass(name: str, value: object, takes: str) -> Tensor:
-    """Checks and returns a value whose type is neither exactly Tensor nor exactly Parameter. To save time, this
-    function is not called for values of these two types. If the ops cannot read the layout of such a tensor, the
-    dispatcher refuses the tensor (``_dispatch/registration.py``).
+    """Checks and returns a value whose type is neither exactly Tensor nor exactly Parameter. To save time, these two
+    types are not checked here: the dispatcher refuses unreadable layouts (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
@@ -91,9 +90,7 @@ def require_plain(**arguments: object) -> None:
 
 
 def why_unreadable(name: str, value: Tensor) -> str | None:
-    """Returns the text of an error message: why the ops cannot read the tensor, and how to make the tensor readable.
-    Returns None if the ops can read it.
-    """
+    """Returns why the ops cannot read the tensor, and how to make it readable; None if the ops can read it."""
     kind = type(value)
     if hasattr(kind, "to_local"):  # a DTensor; under torch.compile, hasattr(value, ...) is False
         also = ""
@@ -147,9 +144,7 @@ def as_float32(name: str, values: Tensor) -> Tensor:
 
 
 def require_no_tangent(**arguments: Tensor | None) -> None:
-    """Raises for tensors with a forward-mode tangent. The ops can be differentiated only in reverse mode. In forward
-    mode, torch would silently treat the results of the ops as constants.
-    """
+    """Raises for tensors with a forward-mode tangent: torch would silently treat the ops' results as constants."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for name, value in arguments.items():
@@ -197,9 +192,8 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
 
 
 def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
-    """Checks a temperature, and returns the two arguments for it that the ops take. For a Python number, these are the
-    number and None. For a tensor, these are 1.0 and the tensor in float32: 0-d, or expanded to one value for each row
-    of ``like``. Under torch.compile, a number is converted to a 0-d tensor.
+    """Checks a temperature, and returns the ops' two arguments for it: a Python number and None; or 1.0 and a float32
+    tensor, which is 0-d or has one value for each row of ``like``. Under torch.compile, a number becomes a 0-d tensor.
     """
     if not isinstance(temperature, Tensor):
         if not is_number(temperature):
@@ -239,9 +233,7 @@ def checks_everything() -> bool:
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether the host may read the tensor's values. It may if the tensor is on the CPU, or if checks that wait for the
-    device are enabled.
-    """
+    """Whether the host may read the tensor's values: always on a CPU, elsewhere only under ``D3S_KERNELS_CHECK=1``."""
     return tensor.is_cpu or checks_everything()
 
 

@@ -39,9 +39,8 @@ def build_info() -> dict[str, Any]:
         >>> d3s.build_info()["torch_target"]
         '2.11'
     """
-    # A wheel contains one compiled _build_info module for each version of Python that was present when the wheel was
-    # built. On any other version of Python, the facts are read from the CPU library. No other file of a wheel depends
-    # on the version of Python.
+    # _build_info is the only file of a wheel that depends on the version of Python. If it is missing for this version,
+    # the facts are read from the CPU library.
     try:
         text = import_module(f"{__package__}._build_info").build_facts()
     except ModuleNotFoundError:

@@ -90,9 +90,8 @@ def without_code(architectures: str, capability: tuple[int, int]) -> str:
 
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether all is
-    good: no result is wrong, and every serving back-end runs. (A back-end serves a device if it computes ops there when
-    a user calls them.)
+    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether no
+    result is wrong and every back-end that computes users' calls runs.
     """
     names, serving = backends.runnable(device.type), backends.serving(device.type)
     good, examined = True, []

@@ -23,8 +23,7 @@ from ._dispatch.libraries import schema_of
 from .sampling import SamplingMask
 
 Arguments = Mapping[str, Any]
-# A function that takes an exact result and the arguments of the call, and returns the allowed error: a tensor that
-# broadcasts to the result.
+# Returns the allowed error, broadcastable to the result, for an exact result and the arguments of the call.
 Allowed = Callable[[Tensor, Arguments], Tensor]
 
 
@@ -40,9 +39,8 @@ class Row:
     gradients: Mapping[str, Allowed] = field(default_factory=dict)
     """For each argument that has a gradient, the allowed error of this gradient."""
     from_found: bool = False
-    """Whether ``means`` also gets the results of the call that is checked, as its argument ``found``. This is needed if
-    the kept tokens depend on entropies that the call computed: these entropies have rounding errors, but the kept
-    tokens must follow exactly from them.
+    """Whether ``means`` also gets the results of the checked call, as its argument ``found``: the kept tokens must
+    follow exactly from the entropies that the call computed, although these have rounding errors.
     """
 
 
@@ -73,9 +71,7 @@ def _temperature(arguments: Arguments) -> Tensor:
 
 
 def _incoming(arguments: Arguments) -> Any:
-    """For each row, returns the sum of the absolute values of the incoming gradients, divided by the temperature.
-    Returns 0 if there are no incoming gradients.
-    """
+    """Returns for each row the sum of |incoming gradient| / temperature, or 0 if there are no incoming gradients."""
     grads = [grad for name in ("grad_logprob", "grad_entropy") if (grad := arguments.get(name)) is not None]
     return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in grads)
 
@@ -99,8 +95,8 @@ def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_head(name: str) -> Allowed:
-    """Returns the function for the allowed error of a result of the head, or of the gradient for an argument of the
-    head. For a gradient, the allowed error of each element is a bound for the norm of the whole error.
+    """Returns the rule for the allowed error of a result of the LM head, or of an argument's gradient. For a gradient,
+    the allowed error of each element is a bound for the norm of the whole error.
 
     The error of a logit is assumed to be a few rounding steps of the terms in its sum. All other errors are derived
     from the error of the logits, to first order.
@@ -118,7 +114,7 @@ def of_head(name: str) -> Allowed:
         if name == "entropy":
             return 1e-5 + 2 * shift * (1 + exact.double().nan_to_num())
         factors = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
-        share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # below it, steps are constant
+        share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # subnormals: constant steps
         limit: Tensor = share * (exact.double().nan_to_num().norm() + least * exact.numel() ** 0.5)
         error_of_logits = (share + 2 * shift) * _incoming(arguments) + share * least * len(weight) ** 0.5
         return limit + (error_of_logits * factors[name]).nan_to_num().norm()
@@ -130,9 +126,7 @@ def of_head(name: str) -> Allowed:
 
 
 def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
-    """Returns the selection that follows exactly from the entropies in ``found``, with the exact entropies in its field
-    ``entropy``.
-    """
+    """Returns the selection that follows exactly from the entropies in ``found``, but with the exact entropies."""
     of_choice = signature(reference.select_tokens).parameters
     of_entropy = {name: options.pop(name) for name in [*options] if name not in of_choice}
     exact = reference.entropy(logits, mask=options.get("mask"), **of_entropy)
@@ -169,15 +163,14 @@ FUNCTIONS: dict[str, Row] = {
 
 # ---- fixed calls for d3s doctor --------------------------------------------------------------------------------------
 
-# The lengths of rows and segments: a short length, a length that does not fill a block, and a length that needs several
-# blocks of a GPU kernel.
+# The lengths of rows and segments: a short length, less than a block of a GPU kernel, and several blocks.
 LENGTHS = (8, 333, 5000)
 
 
 @cache
 def calls(length: int) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of one call for each op that needs no process group. If an op has a public function, the
-    arguments are for this function. The arguments are the same in every report.
+    """Returns the arguments of one call for each op that needs no process group, the same in every report. If an op has
+    a public function, the arguments are for this function.
     """
     generator = torch.Generator().manual_seed(length)
 

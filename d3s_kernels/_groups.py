@@ -42,9 +42,8 @@ class Ranks(NamedTuple):
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
     def gather_text(self, text: str) -> list[str]:
-        """Gathers one text from every rank. A first collective gathers the lengths. A second collective gathers the
-        UTF-8 bytes, padded to the length of the longest text. The host waits for both collectives. Unlike torch's
-        collectives for Python objects, this function unpickles nothing, so that data from another rank cannot run code.
+        """Gathers one text from every rank, with two collectives that the host waits for: one for the lengths, one for
+        the padded UTF-8 bytes. Torch's collectives for Python objects would unpickle data, which may run code.
         """
         message = text.encode()
         # The device that torch uses to send Python objects in this group: the CPU if the group has a back-end for CPUs,

@@ -61,7 +61,7 @@ class _Seen(NamedTuple):
     """The record of a forward of a few tokens."""
 
     hidden: Tensor
-    """The last hidden states of the body, enlarged. If bodies are nested, they come from the outermost body."""
+    """The last hidden states of the body, enlarged. If bodies are nested, the outermost body counts."""
     of_head: list[Tensor]
     """The inputs of the head, one for each call of the head."""
     dtypes: set[torch.dtype]
@@ -116,8 +116,8 @@ def require_own_logits(head: ModelHead) -> None:
 
 
 def _state(head: ModelHead) -> Hashable:
-    """Returns a key that changes when the model computes logits from hidden states in another way, as far as this can
-    be detected without a forward.
+    """Returns a key that changes if the model's way from hidden states to logits changes. Without a forward, not every
+    such change can be seen.
     """
     modules, model = (head.model, head.layer), head.model
     code = [vars(module).get("forward", type(module).forward) for module in modules]
@@ -178,7 +178,7 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
         if kind is None and any("flash" in name for _, name in attention):
-            for part, name in reversed(attention):  # setting the whole sets its parts too: restore the whole first
+            for part, name in reversed(attention):  # LIFO: restoring the config also sets its parts
                 stack.callback(setattr, part, "_attn_implementation", name)
             for part, name in attention:
                 if "flash" in name:
@@ -300,8 +300,8 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
-    """Scales three of every four rows of hidden states, and leaves the fourth unchanged. The largest logits of the
-    three rows become 0.5, 1 and 2 times the cap, as far as the range of the dtype allows.
+    """Scales three of every four rows of hidden states. The largest logits of the three rows become 0.5, 1 and 2 times
+    the cap, as far as the range of the dtype allows.
     """
     weight = head.layer.weight.detach()
     rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])
@@ -344,7 +344,7 @@ def _require_gradients(head: ModelHead, seen: _Seen) -> None:
 
 
 def _equal(hidden: Tensor, other: Tensor) -> bool:
-    """Whether the two tensors are equal after conversion to the coarser of their dtypes."""
+    """Returns whether the two tensors are equal after conversion to the coarser of their dtypes."""
     if hidden.shape != other.shape:
         return False
     coarser = max((hidden.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).eps)

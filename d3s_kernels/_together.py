@@ -1,7 +1,7 @@
 """Objects that each combine several related arguments of an op's schema.
 
-A schema can only contain tensors, numbers and flags. In Python, one of these objects is passed instead of several such
-arguments, for example to the kernels that are written in Python. ``csrc/ops/arguments.h`` has the same objects for C++.
+A schema can contain only tensors, numbers and flags. Kernels in Python take these objects instead.
+``csrc/ops/arguments.h`` has the same objects for C++.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ class NumberOrTensor(NamedTuple):
     tensor: Tensor | None = None
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> NumberOrTensor:
-        """Returns a copy of this object. If its tensor has one value for each row, ``change`` is applied to the tensor.
-        A number or a 0-d tensor is for all rows, and stays as it is.
-        """
+        """Applies ``change`` to a tensor with one value for each row. A number or a 0-d tensor stays as it is."""
         if self.tensor is None or self.tensor.dim() == 0:
             return self
         return NumberOrTensor(self.number, change(self.tensor))
@@ -47,9 +45,7 @@ class SegmentArguments(NamedTuple):
 
 
 SegmentFields = tuple[Tensor | None, int | None, bool]
-"""The fields of SegmentArguments as a plain tuple: the form in which public functions pass them on. To make a named
-tuple takes 0.3 us, which is 6 % of a call.
-"""
+"""The fields of SegmentArguments as a plain tuple. In a public function, a named tuple takes 0.3 us, 6 % of a call."""
 
 
 class SamplingArguments(NamedTuple):
@@ -71,8 +67,8 @@ class SamplingArguments(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The tokens that the columns of a tensor of logits belong to: consecutive tokens, starting with ``first_token``;
-    or the whole vocabulary if ``first_token`` is None.
+    """The tokens of the columns of logits: consecutive tokens from ``first_token`` on, or, if ``first_token`` is None,
+    the whole vocabulary.
     """
 
     first_token: int | None = None

@@ -22,9 +22,7 @@ _SEED = 0  # for calls that draw random numbers without a generator, and for the
 
 
 class Difference(NamedTuple):
-    """The worst element of one result of a back-end: of all elements, its error is the largest share of its allowed
-    error.
-    """
+    """The worst element of one result of a back-end: its error is the largest share of its allowed error."""
 
     backend: str
     output: str
@@ -42,9 +40,7 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The error as a share of the allowed error: 0 if there is no error, infinite if there is an error but none is
-        allowed.
-        """
+        """The error as a share of the allowed error; infinite if there is an error but none is allowed."""
         return 0.0 if self.error == 0 else self.error / self.allowed if self.allowed > 0 else math.inf
 
 
@@ -70,8 +66,7 @@ class Comparison(list[Difference]):
 
 
 def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
-    """Runs one call on each back-end that works here, and compares the results with the reference. For users and bug
-    reports.
+    """Runs one call on each back-end that works here, and compares the results with the reference.
 
     The reference of a public function is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch
     and float64. The reference of an op is plain PyTorch on the CPU. If an argument requires a gradient, gradients are
@@ -85,9 +80,7 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
             the arguments.
 
     Returns:
-        :class:`Comparison`: a :class:`Difference` for each result of each back-end. Each difference has the names of
-        the back-end and the result, the index of the worst element, and the error and the allowed error of this
-        element.
+        :class:`Comparison`: a :class:`Difference` for each result of each back-end.
 
     Raises:
         TypeError: the function does not belong to the library, or one of the arguments is a process group.

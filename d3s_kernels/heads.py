@@ -46,9 +46,9 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
 
     Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
     them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits
-    are ``c tanh(z / c)``. The op has no argument for the scale. This function returns the soft cap ``c / scale`` and
-    the temperature ``temperature / scale``, which have the same effect. The function reads the scale and the cap from
-    the configuration, and then **verifies** them in a forward of four tokens. The model's logits must equal the logits
+    are ``c tanh(z / c)``. The op has no argument for the scale. A soft cap ``c / scale`` and a temperature
+    ``temperature / scale`` have the same effect, and are returned. The function reads the scale and the cap from the
+    configuration, and then **verifies** them in a forward of four tokens. The model's logits must equal the logits
     computed from the model's hidden states and these arguments, also where logits are so large that a soft cap changes
     them. So a model that does anything else to its logits is refused.
 

@@ -113,16 +113,14 @@ def selection_metrics(
     rewards: Tensor | None = None,
     budget: Budget | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the metrics of one step's selection: what is kept, and what is saved. The function is for a training loop
-    of your own; our trainers log the same metrics.
+    """Returns the metrics of one step's selection, for a training loop of your own. Our trainers log the same metrics.
 
     :data:`NAMES` explains each metric. All metrics cover only this process's rollouts.
 
     ``d3s/flops_saved`` counts matrix products. The unit is the cost of one forward of all rollouts' tokens. The LM
-    head's share of this cost is ``h`` (``head_share``). The backward of the body costs twice as much as the forward of
-    the body. The forward and the backward of a head that recomputes the logits in the backward together cost four times
-    as much as the forward of the head. Let ``f`` be the share of all tokens that is forwarded, and ``k`` the share that
-    is kept::
+    head's share of this cost is ``h`` (``head_share``). The body's backward costs twice as much as the body's forward.
+    If the head's backward recomputes the logits, the head's forward and backward together cost four times as much as
+    the forward alone. Let ``f`` be the share of all tokens that is forwarded, and ``k`` the share that is kept::
 
         before = 3 (1 - h) + 4 h
         after  = 3 (1 - h) f + h (f + 3 k)      # the head of d3s_kernels: its backward covers kept tokens only
@@ -134,14 +132,13 @@ def selection_metrics(
     Args:
         advantages: float ``[groups, n]``, of all rollouts.
         rollout_mask: bool ``[groups, n]``, the kept rollouts.
-        tokens: the tokens chosen from the kept rollouts. Its ``mask`` and ``entropy`` are ``[kept rollouts, T]``, in
-            the order of the rollouts; or ``[groups * n, T]``, with no kept token in dropped rollouts.
+        tokens: the selection from the kept rollouts' tokens. Its ``mask`` and ``entropy`` are ``[kept rollouts, T]``,
+            in the order of the rollouts; or ``[groups * n, T]``, with no kept token in dropped rollouts.
         token_mask: bool ``[groups * n, T]``, a row for each rollout, kept or dropped: True at the tokens in the loss.
         head_share: the LM head's share of the weights in matrix products, in [0, 1]: 0.28 for Qwen2.5-0.5B, 0.077 for
             Qwen2.5-7B. Without it there is no ``d3s/flops_saved``.
         rewards: ``[groups, n]``, used to count groups without a spread. Without ``rewards``, the advantages are used.
-            But advantages may differ within a group only because rounding errors were divided by a very small standard
-            deviation.
+            But in a group of equal rewards, enlarged rounding errors may make the advantages differ.
         budget: the budget of the selection. Without it there is no ``d3s/rollout_share_asked`` and no
             ``d3s/token_share_asked``.
 
@@ -229,13 +226,12 @@ def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor
 
     For each token, a head with sampling masks computes only the columns of the token's set, in the forward and in the
     backward; if the set has one token, the head computes no column. A head without sampling masks computes
-    ``vocabulary`` columns. If your head is of this kind, leave ``vocabulary`` out; then the metric of the saved FLOPs
-    is left out too.
+    ``vocabulary`` columns. For such a head, pass no ``vocabulary``; then the metric of the saved FLOPs is left out.
     """
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()
     columns = (sizes * counts).sum()
-    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: are fewer than 99 % of the sets at most so large?
+    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: have fewer than 99 % of the sets at most this size?
     metrics = {
         "d3s/set_size_mean": columns / tokens,
         "d3s/set_size_p99": torch.where(tokens > 0, below_p99.sum().double(), torch.nan),

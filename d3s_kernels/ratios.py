@@ -50,9 +50,9 @@ def importance_ratio(
     own gradient: the derivative of the token's ratio with respect to the token's log-probability is the ratio. If all
     tokens of a sequence have the same advantage, and the loss is a mean over the sequence's tokens, then the loss with
     level "sequence" equals GSPO's loss in value, clipping and gradient. A token that a selection drops from the loss
-    still counts in s, as long as it is in ``mask``. With ``denominator="old"``, s is multiplied by
+    still counts in s, as long as it is in ``mask``. ``denominator="old"`` multiplies s by
     ``pi(y_t) / sg[pi_old(y_t)]``, so that the value of the ratio is ``s w_t``: this is ESPO's eq. 9 as printed.
-    However, the narrow clip ranges in ESPO's paper fit the default. The authors of the paper published no code.
+    However, the narrow clip ranges in the paper fit the default. The authors published no code.
 
     Means are bitwise equal for padded and packed tokens, and on CPU and GPU, because log-ratios are added in units of
     2^-26. A log-ratio of magnitude 4096 or more counts as infinite. If no log-probability has changed, all ratios are

@@ -1,4 +1,4 @@
-"""Records the set of tokens from which each token is drawn while transformers generates. For TRL and for your own loop.
+"""Records, while transformers generates, the set of tokens that each token is drawn from. For TRL and your own loop.
 
 transformers runs its own top-k, top-p and min-p after all processors that are passed to ``generate``. So the recorder
 is added to the list that ``_get_logits_processor`` returns: at the end of this list, the recorder sees the scores that
@@ -22,7 +22,7 @@ _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-_STEPS_AT_ONCE = 64  # after so many steps, unused columns of their sets are cut off
+_STEPS_AT_ONCE = 64  # after this many steps, unused columns of the sets are cut off
 
 
 class Recorded(NamedTuple):

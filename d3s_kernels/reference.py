@@ -1,9 +1,9 @@
 """A reference implementation of the public functions, in plain PyTorch and float64.
 
-Each function has the name, the arguments and the results of a public function of ``d3s_kernels``. Only process groups
-and ``weight_grad_into``, the destination of a gradient, are missing. The code is written to be read: it loops over rows
-and segments, and has no kernels and no argument checks. The tests compare the library with these functions. The code
-here also defines how ops treat ties, NaN, masks and empty segments.
+Each function has the name, the arguments and the results of a public function of ``d3s_kernels``, but no process groups
+and no ``weight_grad_into``, the destination of a gradient. The code is written to be read: it loops over rows and
+segments, and has no argument checks. It defines how ops treat ties, NaN, masks and empty segments, and the tests
+compare the library with it.
 
 Logits are reduced in float64. The results are float64 (the ops return float32), and autograd can differentiate them.
 Scores are float32, as in the ops, so that the same scores tie.
@@ -51,7 +51,7 @@ def entropy(
     sampling_mask: SamplingMask | None = None,
     max_dense_rows: int | None = None,
 ) -> Tensor:
-    """H = -sum p log p in nats, with p = softmax(logits / temperature)."""
+    """Returns H = -sum p log p in nats, with p = softmax(logits / temperature)."""
     no_targets = torch.full(logits.shape[:-1], -100, device=logits.device)
     options: dict[str, Any] = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
     return logprob_entropy(logits, no_targets, temperature=temperature, **options)[1]
@@ -99,9 +99,7 @@ def logprob_entropy(
 
 
 def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
-    """Sets the results of the rows that ``rows`` marks to NaN. In these rows, the gradients of all logits become NaN
-    too, also for dropped tokens.
-    """
+    """Makes the results of the marked rows NaN, and also the gradients of all their logits, even of dropped tokens."""
     factor = torch.zeros_like(results).masked_fill(rows, math.nan)
     return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
 
@@ -206,9 +204,8 @@ def select_tokens(
     drop_zeros: bool = False,
     generator: torch.Generator | None = None,
 ) -> TokenSelection:
-    """Keeps the tokens with the highest scores, as topk_mask does, in the whole batch or in each sequence. The rule
-    defines the scores. The rule "entropy_quantile" keeps the tokens at or above TRL's quantile of the whole batch
-    instead.
+    """Keeps the tokens with the highest scores of the rule, as topk_mask does, in the whole batch or in each sequence.
+    The rule "entropy_quantile" instead keeps the tokens at or above TRL's quantile of the whole batch.
     """
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, float(ratio), mask)
@@ -255,11 +252,7 @@ def select_tokens_from_logits(
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Returns the row-major indices of the mask's true values, ascending and padded with -1, and the number of true
-    values.
-
-    The number may exceed `capacity`.
-    """
+    """Returns the ascending flat indices of true values, padded with -1, and their count (it may exceed `capacity`)."""
     found = mask.flatten().nonzero().flatten()
     indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
     indices[: len(found)] = found[:capacity]
@@ -267,8 +260,8 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draws positive normal floats. All their bit patterns are equally likely, so that the k highest scores are a
-    random subset.
+    """Draws positive floats that are not subnormal. All bit patterns are equally likely, so that the k highest scores
+    are a random subset.
     """
     bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
     return bits.view(torch.float32)
@@ -312,12 +305,10 @@ def _highest(
     ratio: float | Tensor | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """Marks the k highest usable scores. Without k, marks the share `ratio` of the usable scores; their number is
-    rounded up, and at least 1.
+    """Marks the k highest usable scores. By default, k is the share `ratio` of their number, rounded up, at least 1.
 
-    The product of the ratio and the number of scores is reduced by 4 rounding steps of the ratio's dtype. So the
-    rounding of the ratio cannot push the product past a whole number: 0.07 of 100 is 7, although 0.07 * 100 > 7 in
-    floating point.
+    The product with `ratio` is first reduced by 4 rounding steps of the ratio's dtype, so that the ratio's rounding
+    cannot push it past a whole number: 0.07 of 100 is 7, although 0.07 * 100 > 7 in floating point.
     """
     candidates = usable.nonzero().flatten()
     if k is None:
@@ -396,9 +387,7 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Marks the `keep` values of each segment whose variance is the largest of all such subsets; all usable values if
-    there are fewer.
-    """
+    """Marks the subset of `keep` values with the largest variance in each segment, or all usable values if fewer."""
     return select_rollouts(values, keep, offsets=offsets, scope="group", mask=mask)
 
 
@@ -415,9 +404,7 @@ def select_rollouts(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks `keep` rollouts of each group by the rule. If groups are pooled, marks `keep * groups` rollouts of the
-    pool.
-    """
+    """Marks `keep` rollouts of each group by the rule, or `keep * groups` rollouts of the whole batch."""
     if rule not in ROLLOUT_RULES:
         raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
     values = _random_scores(advantages, generator) if rule == "random" else advantages
@@ -456,8 +443,8 @@ def _first_sums(values: Tensor, k: int) -> Tensor:
 
 
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """Marks k of the n usable values. For each i from 0 to k - 1, this is the value whose rank in sorted order is
-    nearest to (i + 0.5) / k * (n - 1), half rounded down.
+    """Marks k of the n usable values: for each i in 0..k - 1, the value whose rank is nearest to (i + 0.5) / k *
+    (n - 1), with halves rounded down.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
@@ -525,8 +512,8 @@ def entropy_groups(
     max_segment: int | None = None,
     scope: str = "sequence",
 ) -> Tensor:
-    """Returns the number of cuts below each token; -1 outside the mask. Exactly the share 1 - q of the tokens, those
-    with the highest entropies, is above cut q.
+    """Returns the number of cuts below each token's entropy, or -1 outside the mask. Exactly the share 1 - q of the
+    tokens is above the cut of quantile q.
     """
     flat, usable = entropy.flatten(), _usable(entropy, mask)
     groups = -(~usable).to(torch.int8)
@@ -548,9 +535,7 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 for tokens in no
-    group.
-    """
+    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 if in no group."""
     present = _in_groups(entropy, mask, groups)
     means = _group_means(entropy.double().flatten(), present, groups, _segments(entropy, offsets))
     return (alpha / math.log(vocab_size) * means).view(entropy.shape)
@@ -563,9 +548,7 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 
 
 def _group_means(values: Tensor, present: Tensor, groups: Tensor | None, segments: list[tuple[int, int]]) -> Tensor:
-    """Returns, for each token, the mean of `values` over its group or sequence. Tokens that are not `present` are left
-    out and get 0.
-    """
+    """Returns the mean of `values` over each token's group or sequence. Tokens not `present` are left out and get 0."""
     group = torch.zeros_like(values) if groups is None else groups.flatten()
     means = torch.zeros_like(values)
     for begin, end in segments:

@@ -48,8 +48,8 @@ def group_advantages(
 
     Across ranks, rewards are gathered once. Nothing is sent if each group is whole on one rank and ``scale`` is not
     "batch". Rewards that are sent must have the same dtype on all ranks, after the conversion of integers. If dtypes
-    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host does not see the other ranks' dtypes: if
-    dtypes differ, all advantages are NaN instead.
+    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host cannot see this, so all advantages are
+    NaN instead.
 
     Args:
         rewards: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
@@ -226,19 +226,19 @@ def select_rollouts(
     Each rule keeps exactly ``keep`` values, or all usable values if there are fewer. Ties go to the lower index.
 
     The definition of PODS's percentile rule could not be confirmed: it is neither in the published code nor in a text
-    that we could read. Here the n usable values are ordered by (value, index). For k = ``keep``, the values whose ranks
-    are nearest to ``(i + 0.5) / k * (n - 1)`` are kept; half is rounded down. These k ranks are all different.
+    that we could read. Here the n usable values are ordered by (value, index), and the k = ``keep`` values at the
+    positions nearest to ``(i + 0.5) / k * (n - 1)`` are kept; half is rounded down. These positions are all different.
 
     Across ranks, advantages are gathered once. Nothing is sent if ``scope`` is "group" and each group is whole on one
     rank. Scope "batch" keeps ``keep`` times the number of groups on all ranks. The ranks usually keep different numbers
     of rollouts. For equal numbers, either pass ``equal_rows=True``, or move kept rows with
     :func:`d3s_kernels.distributed.plan_rows`.
 
-    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. The numbers of lowest and
-    highest values are chosen for all ranks together. Finding the best choice is as hard as the partition problem. The
-    sum of squared deviations of the choice made here is within ``d^2 / (4 k)`` of the largest possible sum. Here k is
-    the number of values kept on all ranks, and d is the difference of two values of one rank: see
-    ``d3s_kernels/_across_ranks/rollouts.py``. With ``equal_rows``, no more data is sent than without.
+    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. How many of each is chosen
+    for all ranks together. Finding the best choice is as hard as the partition problem. The choice made here has a sum
+    of squared deviations within ``d^2 / (4 k)`` of the largest possible sum. Here k is the number of values kept on all
+    ranks, and d is the difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. No more
+    data is sent than without ``equal_rows``.
 
     Args:
         advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
@@ -263,7 +263,7 @@ def select_rollouts(
             own generator. All subsets are equally likely, even if the ranks use the same seed.
         equal_rows: keep the same number of rollouts on every rank; only with rule "max_variance" and scope "batch".
             This number is ``keep`` times the number of groups on all ranks, divided by the number of ranks and rounded
-            up. But if a rank has fewer usable values, or none, all ranks keep only as many as this rank has. See above.
+            up. But if a rank has fewer usable values, or none, all ranks keep only as many as this rank has.
 
     Returns:
         bool, the shape of ``advantages``.

@@ -195,8 +195,8 @@ class SamplingMask:
         return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
 
     def _valid(self) -> Tensor:
-        """Returns a 0-d bool tensor: whether the offsets are valid. On a GPU, a mask may have invalid offsets. If a new
-        mask is made from such a mask, the offsets of the new mask decrease.
+        """Returns a 0-d bool tensor: whether the offsets are valid. On a GPU they may be invalid. A mask that is made
+        from an invalid mask has offsets that decrease.
         """
         offsets = self.offsets
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
@@ -238,7 +238,7 @@ class SamplingOptions(NamedTuple):
         return op_arguments(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
 
     def values(self) -> dict[str, Any]:
-        """Returns all values by name. The names are for error messages."""
+        """Returns all values, by their names in error messages."""
         mask = self.sampling_mask
         tensors = {"sampling_mask": mask and mask.token_ids, "the offsets of sampling_mask": mask and mask.offsets}
         return tensors | {"label_outside": self.label_outside, "max_dense_rows": self.max_dense_rows}

@@ -27,17 +27,15 @@ def sampling_mask_from_logits(
     order: str = "transformers",
     max_kept: int = 4096,
 ) -> SamplingMask:
-    """Returns the sampling mask of the tokens that top-k, top-p and min-p keep, for loops that sample from logits
-    without an inference engine.
+    """Returns the sampling mask of the tokens that top-k, top-p and min-p keep.
 
-    Pass only the logits that are sampled from. If sets are recomputed from a trainer's logits, they differ from the
-    sampler's sets, because the logits differ.
+    Pass only the logits that are sampled from. A trainer's recomputed logits differ from them, and give other sets.
 
     Top-k also keeps tokens that tie with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p``
     of the probability is left. It keeps at least one token; of equally likely tokens, lower ids come first. Min-p keeps
-    tokens whose probability is at least ``min_p`` times the largest one. Each rule is applied to the tokens that the
-    previous rules have kept. The result is the same in every run. Half-precision logits often tie, and transformers'
-    warpers break ties differently. So sample only from the tokens of this mask.
+    tokens whose probability is at least ``min_p`` times the largest probability. Each rule is applied to the tokens
+    that the previous rules have kept. The result is the same in every run. Half-precision logits often tie, and
+    transformers' warpers break ties differently. So sample only from the tokens of this mask.
 
     Args:
         logits: ``[..., V]``, a float dtype; the leading dimensions, flattened, are the rows.
@@ -125,9 +123,8 @@ _RULES: dict[str, Callable[[Tensor, Any], Tensor]] = {"top_k": _top_k, "top_p": 
 
 
 def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
-    """Converts bools ``[rows, V]`` to a sampling mask. Refuses bad rows and rows that keep more than ``max_kept``. If
-    the host cannot read the values without waiting, such a row is not refused. Instead, its only id is -1, for which
-    the ops return NaN.
+    """Converts bools ``[rows, V]`` to a sampling mask. Refuses bad rows and rows that keep more than ``max_kept``. If a
+    refusal would cause a host sync, such a row has the single id -1 instead, for which the ops return NaN.
     """
     lengths = kept.sum(1)
     many = lengths > max_kept

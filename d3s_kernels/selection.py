@@ -150,8 +150,8 @@ class Selection:
             has_tokens: bool, the shape of ``advantages``: whether the rollout has a token in the loss. A rollout
                 without such a token (for example, a truncated rollout) teaches nothing: its advantage is replaced by 0,
                 or with the rule "highest" by a value below all others.
-            multiple_of: the number of kept rollouts is rounded up to a multiple of ``multiple_of``, or down if there
-                are too few rollouts.
+            multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``, or down
+                if too few rollouts have a finite advantage.
             ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
                 them: see :func:`d3s_kernels.selection.choose_rollouts`.
             generator: for the rule "random": a generator on the device of ``advantages``. If several ranks make the
@@ -345,9 +345,9 @@ def choose_rollouts(
 
     With scope "batch", the total is chosen from the pool of all groups. With scope "group", all groups keep the same
     number of rollouts, the largest number that the total allows. (A group with fewer rollouts keeps all of them.) Then
-    some groups keep one rollout more, until the total is reached. These are the groups whose kept rollouts, with the
-    additional rollout, have the largest variance, because D3S and PODS maximise the variance. With the rule "random",
-    these groups are drawn at random. Variances that differ only by rounding tie, and ties go to the earlier group.
+    some groups keep one rollout more, until the total is reached: the groups whose kept rollouts then have the largest
+    variance, because D3S and PODS maximise the variance. With the rule "random", these groups are drawn at random.
+    Variances that differ only by rounding tie, and ties go to the earlier group.
 
     Args:
         advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite advantages are
@@ -355,10 +355,7 @@ def choose_rollouts(
             kept rollouts is right only if all advantages are finite. With ``groups``, the host counts them.
         keep: at least 1. Groups with fewer rollouts keep all of them.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
-        groups: a label for each of the N rollouts, or an integer tensor ``[N]``. Rollouts with equal labels form a
-            group. Rollouts may be in any order, and groups may have any size.
-        multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``, or down if
-            too few rollouts have a finite advantage.
+        groups, multiple_of: as in :meth:`Selection.rollouts`.
         ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
             them, so that no rollout has to move to another rank. With scope "group", if no group lies on two ranks,
             each rank chooses from its own groups. In all other cases, the rule "max_variance" nearly maximises the
@@ -413,7 +410,7 @@ def choose_rollouts(
         return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
 
     def mark_in_each_group(values: Tensor, sizes: list[int], total: int) -> Tensor:
-        """Marks the same number of values in each group, if the group is large enough, and one more in some groups."""
+        """Marks equally many values in each group (all values of a smaller group), and one more in some groups."""
         each = min(total // max(1, len(sizes)), min(sizes, default=0))
         while each < max(sizes, default=0) and sum(min(each + 1, size) for size in sizes) <= total:
             each += 1
@@ -520,9 +517,7 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
 
 
 def _variances(values: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the variance of each row's chosen values, rounded to 16 bits. So variances that differ only by rounding
-    tie.
-    """
+    """Returns the variance of each row's chosen values, rounded to 16 bits, so that rounding does not break ties."""
     count = chosen.sum(dim=1, keepdim=True)
     numbers = torch.where(chosen, values, 0.0).double()
     apart = torch.where(chosen, numbers - numbers.sum(dim=1, keepdim=True) / count, 0.0)

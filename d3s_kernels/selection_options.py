@@ -62,8 +62,8 @@ FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 
 class Help(str):
-    """An option's help text; its attribute ``takes`` describes the values that the option accepts. These values cannot
-    be a separate metadata entry, since transformers passes all metadata to ``argparse``, which refuses unknown names.
+    """An option's help text; its attribute ``takes`` describes the values that the option accepts. ``takes`` cannot be
+    a metadata entry, since transformers passes all metadata to ``argparse``, which refuses unknown names.
     """
 
     takes: Takes

@@ -78,8 +78,8 @@ def topk_mask(
     Across ranks:
         process_group: the ranks that hold scores: a process group, or a mesh of one dimension. The scores of all ranks,
             concatenated along the first dimension in rank order, are treated as one tensor. Each rank gets its piece of
-            the mask of this tensor. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank
-            may have no scores.
+            this tensor's mask. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank may
+            have no scores.
         placement: only with a process group: how the segments (the rows, or the segments of ``offsets``) are placed on
             the ranks. "whole": each segment lies on one rank; a selection within segments sends nothing. "global":
             ``offsets`` are for the concatenation of all ranks' 1-D tensors and are the same on every rank; a segment
@@ -141,8 +141,7 @@ def select_tokens(
     Scores are computed in float32 during the selection and never stored. ``scope="batch"`` pools all tokens, as D3S's
     formula does. With an outcome reward, ``|A|`` is constant within a sequence, so that with scope "sequence" only the
     entropy would decide. Counts, ties and NaN are as in :func:`topk_mask`. With the rule "advantage", nearly all scores
-    tie. Ties go to the lower index, so that the first tokens of a sequence are kept, and the first of the sequences
-    that tie. The result has no gradient.
+    tie, and the first tokens of the first such sequences are kept. The result has no gradient.
 
     "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
     ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than
@@ -152,7 +151,8 @@ def select_tokens(
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
-            tensor. A shape that fits both means one for each token. May be None if the rule does not read them.
+            tensor. A shape that fits both means one for each token. None is allowed if the rule does not read
+            advantages.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
         mask: bool or integer (True where it is not 0), the shape of ``entropy``: True at the tokens of the completion.
@@ -169,10 +169,9 @@ def select_tokens(
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools the tokens of all ranks and
             keeps one exact share of them; count and threshold are over all ranks.
         placement: as in :func:`topk_mask`. With "whole", scope "sequence" needs no communication, and ``offsets`` and
-            ``advantages`` cover only the rank's own sequences. If a rank has as many tokens as sequences, its
-            advantages are taken as one for each token. With "global" and "pieces", per-sequence advantages must be the
-            same on every rank. If every rank has as many tokens as there are sequences, advantages are taken as one for
-            each token.
+            ``advantages`` cover only the rank's own sequences; if a rank has as many tokens as sequences, its
+            advantages are per token. With "global" and "pieces", per-sequence advantages must be the same on every
+            rank; if every rank has as many tokens as there are sequences, advantages are per token.
 
     Returns:
         :class:`TokenSelection`. Its ``entropy`` is the argument ``entropy``. With "entropy_quantile", its ``threshold``
@@ -235,7 +234,7 @@ def select_tokens_from_logits(
     """Computes entropies from ``logits``, and selects tokens as :func:`select_tokens` does, in a single op.
 
     With a ``sampling_mask``, the entropy is over only the candidates that were kept when the token was sampled. A token
-    with a single kept candidate has score 0. Such a token still counts as a token; ``drop_zeros`` leaves it out.
+    with a single kept candidate has score 0. It still counts as a token, but ``drop_zeros`` leaves it out.
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.

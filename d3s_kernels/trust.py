@@ -54,8 +54,8 @@ class Row(NamedTuple):
     """
 
     measure: Callable[[Tensor, Tensor], Tensor]
-    # The bounded quantity: the measure of a token; the sum or the mean of the measure over a sequence; or the mean of
-    # the measure over the tokens with the smallest measures in all sequences.
+    # The bounds apply to the measure of a token, to its sum or mean over a sequence, or to its mean over the tokens
+    # with the smallest measures, in all sequences together.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
     low: float | None = None  # only for a ratio
     high: float | None = None  # None if the caller must set it
@@ -136,8 +136,8 @@ def trusted_tokens(
         logprob: log p, ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16, float16.
         sampling_logprob: log q, the same shape.
         rule: see the table; ``docs/methods.md`` names the sources that were read.
-        low, high: replace the default bounds of the rule. Bounds are inclusive, except for "m2po". ``low`` is only for
-            the first six rules, which bound a ratio. A ``low`` of 0 or a ``high`` of infinity means no bound.
+        low, high: the bounds, instead of the rule's defaults. Bounds are inclusive, except for "m2po". ``low`` is only
+            for the first six rules, which bound a ratio. A ``low`` of 0 or a ``high`` of infinity means no bound.
         advantages: required by "opsm": one for each sequence or for each token.
         mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False, nothing is read.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
@@ -204,7 +204,7 @@ def trusted_tokens(
 
 
 def weighs(rule: str) -> bool:
-    """Whether a rule's weights are ratios. ``rule`` may be "none"."""
+    """Returns whether a rule's weights are ratios. ``rule`` may be "none"."""
     return rule in RULES and RULES[rule].is_ratio
 
 

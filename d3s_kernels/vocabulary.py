@@ -146,7 +146,7 @@ def linear_logprob_entropy(
     float32. The conversion is exact, but then all products take as long as in float32. **Each call** makes a float32
     copy of each tensor that it converts, and keeps the copy until the backward. The backward makes a float32 gradient
     of the same size. The copy and the gradient each take 4 bytes x H for each row of converted hidden states, or 4
-    bytes x V x H for a converted weight. Each argument gets its gradient in its own dtype.
+    bytes x V x H for a converted weight. Each gradient has the dtype of its argument.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.
@@ -176,11 +176,11 @@ def linear_logprob_entropy(
             tokens (on a CPU 8,192) does not fit into ``workspace_bytes``, the gradient of a weight in half precision
             needs another 4 bytes x H for each token of a tile.
         weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in the weight's dtype, if no
-            argument is converted. Every backward **adds** the weight's gradient to this tensor and never sets the
-            tensor to 0. Even a backward that asks only for other gradients does so. Autograd then has no gradient for
-            the weight, and hooks on the weight get None. If the weight requires no gradient, nothing is added. Not
-            supported under ``torch.compile``. With a sampling mask and ``max_dense_rows=0``, only the tensor's rows of
-            kept tokens are written.
+            argument is converted. Every backward **adds** the weight's gradient to this tensor, even a backward that
+            asks only for other gradients. No backward zeroes the tensor. Autograd then has no gradient for the weight,
+            and hooks on the weight get None. If the weight requires no gradient, nothing is added. Not supported under
+            ``torch.compile``. With a sampling mask and ``max_dense_rows=0``, only the tensor's rows of kept tokens are
+            written.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.

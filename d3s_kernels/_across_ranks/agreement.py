@@ -1,8 +1,7 @@
-"""Checks before the first collective that each rank's arguments are valid, and that all ranks make the same call.
+"""The checks before the first collective: each rank's arguments are valid, and all ranks make the same call.
 
-A rank that refuses its arguments raises before it takes part in a collective; the other ranks then wait for it until
-the group's timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments. If one rank refuses its
-arguments, all ranks then raise the same error immediately.
+A rank that refuses its arguments raises before any collective; the other ranks wait for it until the group's timeout.
+Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments, and all ranks raise the error of a single rank.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from .._groups import Ranks
 from .._together import SegmentFields
 
 _Checked = TypeVar("_Checked")
-# If one rank refuses its arguments with an error of one of these types, all ranks raise this type. The ranks exchange
-# its name. For an error of another type, all ranks raise RuntimeError.
+# The error types that all ranks raise if one rank raises them. For other types, all ranks raise RuntimeError.
 _TOLD = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
 
 
 def asks() -> bool:
-    """Whether the ranks exchange their arguments. Under torch.compile they do not: each rank traces by itself."""
+    """Returns whether the ranks exchange their arguments. Under torch.compile they do not: each rank traces alone."""
     return checks_everything() and not torch.compiler.is_compiling()
 
 
 def agree(
     ranks: Ranks, op: str, check: Callable[[], _Checked], alike: Callable[[_Checked], dict[str, Any]]
 ) -> _Checked:
-    """Returns the result of ``check``, or raises its error. If the ranks exchange arguments (as JSON), all ranks raise
-    if ``check`` raises on one rank, or if a value that ``alike`` returns differs between ranks.
+    """Returns the result of ``check``, or raises its error. When the ranks exchange arguments, all ranks raise if
+    ``check`` raises on one rank, or if a value that ``alike`` returns differs between ranks.
     """
     if not asks():
         return check()
@@ -96,7 +94,7 @@ class Layout(NamedTuple):
         return self.local_offsets(ranks), self.max_segment, pool
 
     def is_whole(self, values: Tensor) -> bool:
-        """Whether each segment is whole on one rank. A 1-D tensor without offsets is one segment over all ranks."""
+        """Returns whether each segment is whole on one rank. A 1-D tensor without offsets lies on all ranks."""
         return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
 
     def check(self, name: str, values: Tensor, *takes: str) -> None:

@@ -126,8 +126,7 @@ def exchange_rows(
 ) -> Tensor | dict[str, Tensor]:
     """Exchanges rows as planned by :func:`plan_rows`, in one all-to-all, and returns this rank's rows.
 
-    If no row moves, there is no all-to-all. Only the rows that move are sent. They are sent as bytes. The result has no
-    gradient.
+    Only the rows that move are sent, as bytes. If no row moves, there is no all-to-all. The result has no gradient.
 
     Args:
         values: ``[rows, ...]``, of any dtype, with a row for each element of the planned mask; or a dict of such

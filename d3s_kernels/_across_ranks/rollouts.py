@@ -1,9 +1,8 @@
 """group_advantages, max_variance_select and select_rollouts across ranks.
 
-The tensors of all ranks count as one concatenated tensor. The local op's result for that tensor is computed, and each
-rank returns its part. To do so, each rank gathers the values of all ranks once, and runs the local op on all values. If
-every group is whole on one rank and nothing is pooled, each rank runs the local op only on its own values, and nothing
-is sent.
+The tensors of all ranks count as one concatenated tensor. Each rank gathers the values of all ranks once, runs the
+local op on all values, and returns its own part of the result. If every group is whole on one rank and nothing is
+pooled, each rank runs the local op only on its own values, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     whole = layout.is_whole(rewards)
     if ranks.size == 1 or (whole and scale != "batch"):
         return ops.group_advantages(*arguments)
-    # All ranks send float64, so that the size of messages does not depend on the dtype. Then ranks with different
-    # dtypes notice the difference, instead of waiting for each other's bytes.
+    # All ranks send float64, so that messages have equal sizes. Otherwise ranks with different dtypes would wait for
+    # each other's bytes, instead of raising.
     dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
     everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
     if everyones.host_total is not None:
@@ -84,8 +83,8 @@ def select_rollouts(
     *,
     call: str = "select_rollouts",
 ) -> Tensor:
-    """Computes select_rollouts or, with ``call="max_variance_select"``, max_variance_select. Only for the latter, the
-    layout may have a ``max_segment``.
+    """Computes the function that ``call`` names, select_rollouts or max_variance_select. Only the latter uses the
+    layout's ``max_segment``.
     """
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
@@ -123,8 +122,7 @@ def select_rollouts(
         segments = everyones.as_one_segment()
     if equal_rows:  # only with scope "batch"
         return most_varied(everyones.rows, tensor)[ranks.rank, : len(numbers)].view(values.shape)
-    # If the host does not know the total, there may be padding. This is one more segment, which may be longer than
-    # max_segment.
+    # If the host does not know the total, the padding is one more segment, which may be longer than max_segment.
     longest = layout.max_segment if everyones.host_total is not None else None
     kept = choose_rollouts(rule, None, everyones.values, number, tensor, None, segments, longest, False)
     kept = kept[everyones.places]
@@ -183,13 +181,12 @@ class Everyones(NamedTuple):
 
 
 def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
-    """Gathers the values of all ranks, float32 or float64 ``[n]``, and an additional integer from each rank. This is
-    little data, since there is only one value for each rollout.
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and an additional integer from each rank.
 
-    Ranks may have different numbers of rollouts, or none, but all send messages of the same length. With the caller's
-    bound ``max_rollouts``, a message has room for that many values. Then only the device knows where the values of a
-    rank end, and there is no host sync. Without a bound, a message has room for the largest number of values that any
-    rank has. Finding this number takes one more collective and a host sync.
+    Ranks may have different numbers of values, or none, but all messages have the same length. With the caller's bound
+    ``max_rollouts``, a message has room for that many values, and only the device knows where the values of a rank end.
+    Without a bound, the length is the largest number of values of any rank. Finding it takes one more collective and a
+    host sync.
     """
     most, total = max_rollouts, None
     if most is None:
@@ -220,7 +217,7 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
 
 
 def _is_at_hand(lengths: Tensor) -> bool:
-    """Whether the host can read the lengths without a host sync."""
+    """Returns whether the host can read the lengths without a host sync."""
     return lengths.is_cpu and not torch.compiler.is_compiling()
 
 
@@ -231,9 +228,8 @@ def _is_at_hand(lengths: Tensor) -> bool:
 #
 # Each of R ranks keeps q values. The variance is convex in each value, so in the best choice each rank keeps its i
 # lowest and its q - i highest values, for some i that may differ between ranks. Start with the q highest values of each
-# rank. The i-th exchange of a rank then replaces h by l: l is the rank's i-th lowest value, and h is the lowest
-# that is still kept of the rank's q highest values. From one exchange of a rank to the next, the midpoint (l + h) / 2
-# does not decrease.
+# rank. The i-th exchange of a rank replaces h by l: l is the rank's i-th lowest value, and h is the i-th lowest of its
+# q highest values. From one exchange of a rank to the next, the midpoint (l + h) / 2 does not decrease.
 #
 # For a fixed centre c, an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2 over the kept values x. This
 # difference is positive if c lies above the midpoint. So exactly the exchanges whose midpoint lies below c lead to the
@@ -241,15 +237,13 @@ def _is_at_hand(lengths: Tensor) -> bool:
 # of these q R exchanges form a chain, which contains the set with the largest sum for every centre. There are only
 # q R + 1 sets in the chain, and all of them are tried.
 #
-# How good is the best set of the chain? For any set, let F be the sum of the squared deviations of the set's values
-# from their mean. This is the smallest value that the set's sum of (x - c)^2 has for any centre c. So if c is fixed, no
-# set has an F above the largest sum of any set at this c. Let c* be the centre at which this largest sum is smallest,
-# and let B be the largest sum at c*. Then no set has an F above B. Either a set of the chain has the sum B at c* and
-# the mean c*, and then the F of this set is B. Or the mean crosses c* at an exchange whose midpoint is c*: the set
-# before this exchange and the set after it both have the sum B at c*, and their means lie on different sides of c*. The
-# exchange moves the mean by d / k, where d = h - l and k = q R. So the mean of one of the two sets is within d / (2 k)
-# of c*, and the F of this set is B - k (mean - c*)^2. The chain's best set is therefore within d^2 / (4 k) of the
-# optimum. This is less than one rollout's part of the sum.
+# How good is the best set of the chain? For a set of k = q R values, let S(c) be its sum of (x - c)^2, and let F be
+# S(mean), the minimum of S. Let M(c) be the largest S(c) of any set. Then no set has an F above M(c), whatever c is.
+# Let c* be the centre at which M is smallest, and let B be M(c*). A set of the chain may have the mean c* and an S(c*)
+# of B. Then the F of this set is B, which is the optimum. Otherwise there is an exchange with the midpoint c*: both the
+# set before it and the set after it have an S(c*) of B, and their means lie on different sides of c*. The exchange
+# moves the mean by d / k, where d = h - l. So one of the two means m is within d / (2 k) of c*, and the F of this set,
+# B - k (m - c*)^2, is within d^2 / (4 k) of the optimum. This is less than one rollout's part of the sum.
 #
 # Finding the optimum itself is as hard as dividing numbers into two sets with equal sums. For example, let each rank r
 # have the values -d_r and d_r, and let q be 1. Then the signs must be chosen that maximise
@@ -259,9 +253,8 @@ def _is_at_hand(lengths: Tensor) -> bool:
 
 
 def most_varied(values: Tensor, wanted: Tensor) -> Tensor:
-    """Marks the same number of values in each row of ``[ranks, most]``. This number is ``wanted`` divided by the number
-    of ranks and rounded up, but at most the smallest number of usable values in any row. A value is usable if it is
-    finite. There is no host sync.
+    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted / ranks``, rounded up, or fewer if a
+    row has fewer finite values. No host sync.
     """
     ranks, most = values.shape
     usable = values.isfinite()
@@ -300,8 +293,8 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
     running = pool(in_order).scan(terms, torch.add)
     total, square = running[2:, -1:] + pad(running[:2], (1, 0))
 
-    # Sets whose spread is this close to the largest spread count as equal. Among equal sets, the set that keeps the
-    # fewest of the highest values is chosen.
+    # Spreads this close to the largest spread count as equal. Among equal sets, the set that keeps the fewest of the
+    # highest values is chosen.
     kept, number = each * ranks, torch.arange(ranks * most + 1, device=chain.device)
     spread = torch.where(number <= kept, kept * square - total.square(), -math.inf)
     chosen = number.where(spread >= spread.max() * (1 - 1e-12), 0).max()

@@ -1,12 +1,11 @@
-"""topk_mask and select_tokens across ranks: they keep exactly k values of each segment, even if it lies on several
+"""topk_mask and select_tokens across ranks. They keep exactly k values of each segment, even if it lies on several
 ranks.
 
 The k-th largest key over all ranks is found digit by digit. Each rank takes its keys that start with the digits found
-so far, and counts them by their next digit. The counts are summed over the ranks. The k-th largest key decides which
-keys are kept, except for ties. Among ties, those on lower ranks are kept first, so each rank must know how many ties
-the lower ranks have. Thus the ranks exchange only counts, whose size does not depend on the number of tokens. With
-``drop_zeros``, the ranks also exchange the lowest kept key of each segment. For cut sequences, they also exchange the
-lengths of the pieces.
+so far, and counts them by their next digit. The counts are summed over the ranks. Keys that tie with the k-th largest
+key are kept in rank order, so each rank must know how many ties the lower ranks have. Thus the ranks exchange only
+counts, whose size does not depend on the number of tokens. With ``drop_zeros``, the ranks also exchange the lowest kept
+key of each segment; for cut sequences, also the lengths of the pieces.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from .agreement import agree
 Top = tuple[Tensor, Tensor, Tensor]
 _MOST = 2**31 - 1  # the largest int32
 
-# (shift, bits) of each digit; the counts of a digit take one collective. With few segments, there are three digits,
-# with 16, 16 and 8 KB for each segment. With many segments, there are four digits, with 2 KB for each segment, since
-# bytes then cost more than collectives.
+# (shift, bits) of each digit. Each digit takes one collective. With few segments, there are three digits, with 16, 16
+# and 8 KB of counts for each segment. With many segments, bytes cost more than collectives, so there are four digits,
+# with 2 KB of counts for each segment.
 FEW_SEGMENTS = 16
 _LONG_DIGITS = (21, 11), (10, 11), (0, 10)
 _SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
 
 # With few segments and up to this many ranks, counts are gathered instead of all-reduced. This takes no longer, and the
-# gathered counts of the last digit show how many ties each rank has. If counts are all-reduced, the ranks exchange
-# their numbers of ties in one more collective.
+# gathered counts of the last digit show how many ties each rank has. After an all-reduce, the ranks need one more
+# collective for this.
 FEW_RANKS = 8
 
 
@@ -82,8 +81,8 @@ def select_tokens(
     generator: torch.Generator | None,
     layout: Layout,
 ) -> tuple[Tensor, Top]:
-    """Returns the value of each token, and (mask, count, threshold). If ``entropy`` is a function, it is called to
-    compute the entropies, and the values are these entropies.
+    """Returns the values of the tokens, and (mask, count, threshold). If ``entropy`` is a function, the values are the
+    entropies that it returns.
     """
     ranks = ranks_of(layout.process_group)
 
@@ -151,12 +150,12 @@ def _pieces_and_weights(
     layout: Layout, offsets: Tensor, entropy: Tensor, advantages: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Returns offsets that cut this rank's tokens into pieces of the sequences, and the advantages of these tokens (or
-    one 0-d advantage for all tokens). This function makes one collective, with 24 bytes from each rank.
+    one 0-d advantage for all tokens). One collective, with 24 bytes from each rank.
 
     If a rank has as many tokens as there are sequences, the shape of its advantages does not show whether they are for
     tokens or for sequences. So every rank sends two flags: whether the shape fits its tokens, and whether the shape
-    fits the sequences. Advantages are for sequences if the shapes on all ranks fit the sequences, but not all of these
-    shapes fit the tokens.
+    fits the sequences. Advantages are for sequences if their shape fits the sequences on all ranks, and on some rank
+    does not fit the tokens.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     number = advantages.shape[0] if advantages.dim() else -1
@@ -187,7 +186,7 @@ def gathers_counts(segments: int, ranks: int) -> bool:
 
 def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Top:
     """Selects the highest keys of segments that are spread over all ranks. This rank's pieces of the segments are the
-    rows of ``keys`` or, with ``offsets``, the parts into which the offsets cut ``keys``.
+    rows of ``keys``, or the parts that ``offsets`` cut.
 
     Returns the mask of this rank's keys, and two results for each segment over all ranks: how many keys are kept
     (int32, clamped to the largest int32), and the lowest kept score (float32, infinite if no key is kept).

@@ -48,12 +48,11 @@ def vocab_parallel_logprob_entropy(
     exchange these states in one all-gather: float32 ``[rows, 4]``, so 16 bytes for each row and rank. Each rank merges
     the states in rank order. Nothing else is communicated. The results are bitwise equal on all ranks.
 
-    **Backward.** Nothing is communicated. The loss must be the same on all ranks; then the incoming gradients of
-    ``logprob`` and ``entropy`` are also the same. From these gradients, and from the entropy, maximum and log S of each
-    row, each rank computes the gradient of its columns. Megatron's vocab-parallel cross entropy uses the same
-    convention. Do not scale the loss by the number of these ranks, and do not sum the terms of the loss over these
-    ranks: an all-reduce that autograd sees would give the right loss, but gradients that are too large by a factor of
-    the number of ranks.
+    **Backward.** Nothing is communicated. The loss must be the same on all ranks, as for Megatron's vocab-parallel
+    cross entropy. Then the incoming gradients are also the same, and each rank computes the gradient of its columns
+    from them and from the entropy, maximum and log S of each row. Do not scale the loss by the number of these ranks,
+    and do not all-reduce the terms of the loss over these ranks: if autograd sees the all-reduce, gradients are too
+    large by a factor of the number of ranks.
 
     If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with their rows sharded as
     in ``logits_shard``. If rows are sharded, plain tensors and the sampling mask must have only this rank's rows.
@@ -61,9 +60,9 @@ def vocab_parallel_logprob_entropy(
     Args:
         logits_shard: ``[..., V_r]``, this rank's columns of the logits, in bfloat16, float16 or float32. The stride of
             the last dimension must be 1; all other strides are allowed. Ranks may have different numbers of columns, or
-            none. A token that only pads the vocabulary is a column of ``-inf``; a whole shard may be padding. May also
-            be a DTensor with ``Shard(-1)`` on one dimension of its mesh, and with ``Replicate`` or a ``Shard`` of rows
-            on each other dimension.
+            none. A token that only pads the vocabulary is a column of ``-inf``; a whole shard may be padding. A DTensor
+            must have ``Shard(-1)`` on one dimension of its mesh, and ``Replicate`` or a ``Shard`` of rows on each other
+            dimension.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
             the logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are
             NaN.
@@ -178,8 +177,8 @@ def vocab_parallel_linear_logprob_entropy(
             or none.
         weight_shard: ``[V_r, H]``, the rows of the weight for the ``V_r`` tokens from ``vocab_start`` on. It has the
             dtype of ``hidden``, or one of the two is float32 (see :func:`d3s_kernels.linear_logprob_entropy`). Ranks
-            may have different numbers of tokens, or none. May also be a DTensor with ``Shard(0)`` on one dimension of
-            its mesh, and ``Replicate`` on the other dimensions. Over these other dimensions nothing is summed here.
+            may have different numbers of tokens, or none. A DTensor must have ``Shard(0)`` on one dimension of its
+            mesh, and ``Replicate`` on the other dimensions. Gradients are not summed over the other dimensions.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
             For a label in no shard, the logprob and the gradients are NaN.
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
@@ -393,9 +392,7 @@ class ShardedArgument:
         return local
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """Returns an argument that must be sharded like the vocabulary. A DTensor's placements are checked, and the
-        DTensor is replaced by its local tensor. Other values are returned unchanged.
-        """
+        """Returns an argument that must be sharded like the vocabulary. DTensors are treated as in :meth:`beside`."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = self._tensor
@@ -409,7 +406,5 @@ class ShardedArgument:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """Returns the dimension that the placement shards in rank order, or None. If the placement shards in another order,
-    the result is also None.
-    """
+    """Returns the dimension that the placement shards in rank order. Returns None for all other placements."""
     return placement.dim if type(placement) is DTensorShard else None

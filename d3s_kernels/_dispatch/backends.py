@@ -72,9 +72,7 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
 
 @cache
 def half_products() -> tuple[torch.dtype, ...]:
-    """Returns the half-precision dtypes for which torch uses a dot-product instruction of this CPU. A CPU below the
-    level avx512_bf16 has no such dtypes.
-    """
+    """Returns the half-precision dtypes for which torch uses a dot-product instruction of this CPU."""
     if build_info()["simd"] != "avx512_bf16":
         return ()
     return torch.bfloat16, *((torch.float16,) if torch.ops.mkldnn._is_mkldnn_fp16_supported() else ())
@@ -84,18 +82,15 @@ def half_products() -> tuple[torch.dtype, ...]:
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# A back-end cuts a row into slices, and reduces each slice to one softmax state. For each kind of device, SLICES has
-# the slice length (in tokens) of the back-end that serves this kind. CPU_SLICE is kSlice of the compiled CPU library
-# (csrc/cpu/softmax_rows.h). GPU_SLICE is for all other back-ends: it is kSlice in csrc/cuda/ and SLICE in _triton/.
-# Both lengths are multiples of the slice length in _torch/.
+# A back-end reduces each slice of a row to one softmax state. SLICES has the slice length in tokens for each kind of
+# device. CPU_SLICE is kSlice of the compiled CPU library (csrc/cpu/softmax_rows.h). GPU_SLICE is for all other
+# back-ends: kSlice in csrc/cuda/ and SLICE in _triton/. Both are multiples of the slice length in _torch/.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """Returns the back-ends for a kind of device, in order of preference. A compiled back-end has all ops. Triton does
-    not have all ops, so plain PyTorch computes the others.
-    """
+    """Returns the back-ends for a kind of device. The first back-end that has a kernel for an op computes the op."""
     if device == "cpu":
         if forced == "triton" and _interprets():
             return "triton", "torch"
@@ -106,9 +101,7 @@ def _choice(device: str, forced: str | None) -> tuple[str, ...]:
 
 
 def is_built(device: str) -> bool:
-    """Whether this torch supports this kind of device. If it does not, no kernels are registered for the device, and
-    Triton is not imported.
-    """
+    """Whether this torch supports this kind of device. If not, the device has no kernels, and needs no Triton."""
     if device == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
     return device == "cpu" or torch.xpu._is_compiled()
@@ -132,8 +125,8 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
 
 
 def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
-    """Wraps a kernel of ``_triton`` or ``_torch``, so that its arguments are checked first. If a Triton kernel cannot
-    take the arguments, it returns NotImplemented, and plain PyTorch then computes the op.
+    """Wraps a kernel of ``_triton`` or ``_torch``, so that its arguments are checked first. If a Triton kernel returns
+    NotImplemented, plain PyTorch computes the op.
     """
     check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
     names = argument_names(op)
@@ -193,9 +186,8 @@ def backends() -> dict[str, dict[str, str]]:
     """Returns the back-end of each op on each kind of device that this torch supports, for users and bug reports.
 
     ``"cpu"`` and ``"cuda"`` are the compiled libraries. ``"triton"`` serves GPUs on which no compiled library runs.
-    ``"torch"`` is plain PyTorch, for ops without a Triton kernel. Plain PyTorch also computes segments that are too
-    long for an op's Triton kernel. ``python -m d3s_kernels`` says why each back-end was chosen, and checks all
-    back-ends.
+    ``"torch"`` is plain PyTorch, for ops without a Triton kernel and for segments that are too long for Triton.
+    ``python -m d3s_kernels`` says why each back-end was chosen, and checks all back-ends.
 
     Returns:
         ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.

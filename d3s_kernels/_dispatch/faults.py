@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# For each kind of fault, a text for the warning: the bad value that an op met, and the result of the op. The kinds are
-# in the same order as in the enum Fault of csrc/ops/faults.h.
+# The text of the warning for each kind of fault, in the order of the enum Fault of csrc/ops/faults.h.
 FAULTS = {
     "ratio": "a ratio outside of (0, 1], and selected nothing",
     "keep": "a number to keep below 1, and selected nothing",
@@ -55,8 +54,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def tell() -> None:
-    """Warns of the faults that ops have met, once for each op and kind of fault. Under ``D3S_KERNELS_CHECK=error``,
-    raises RuntimeError instead. This function causes no host sync.
+    """Warns of the faults that ops have met, once for each op and kind of fault, without a host sync. Under
+    ``D3S_KERNELS_CHECK=error``, raises RuntimeError instead.
     """
     if torch.compiler.is_compiling() or (_noted is None and not _looks):
         return
@@ -141,7 +140,7 @@ def watch(library: str) -> None:
 
 
 def watches() -> bool:
-    """Whether :func:`tell` reads the faults that the kernels of a compiled library note."""
+    """Whether :func:`watch` was called."""
     return _noted is not None
 
 
@@ -150,9 +149,7 @@ def watches() -> bool:
 
 @dataclass(eq=False)
 class _Look:
-    """The results of the checks for one call of an op: a flag for each kind of fault in ``faults``. The flags may still
-    be on their way to the host.
-    """
+    """The results of the checks for one call of an op: ``answers`` has a flag for each kind of fault in ``faults``."""
 
     op: str
     faults: tuple[str, ...]
@@ -162,7 +159,7 @@ class _Look:
 
 _looks: list[_Look] = []
 
-# Maps each op that takes values from users to the public op that calls it (or is the same op).
+# Maps each op whose arguments are checked to the public op that warnings name.
 _LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
 
 

@@ -33,15 +33,12 @@ def why_not_cuda() -> str | None:
     return None
 
 
-# The wheel for each platform and each major version of CUDA. One wheel is enough for all minor versions of CUDA, since
-# the CUDA runtime works with all of them.
+# The wheel for each platform and major version of CUDA. The CUDA runtime of a wheel works with all minor versions.
 WHEELS = {"x86_64": {"12": "cu128", "13": "cu130"}, "aarch64": {"13": "cu130"}}
 
 
 def how_to_get_cuda(cuda: str) -> str:
-    """Says which command installs the wheel with the CUDA library for a torch built with this version of CUDA, or that
-    there is no such wheel.
-    """
+    """Says which command installs the CUDA library for a torch with this version of CUDA, or that no wheel has it."""
     wheel = WHEELS.get(platform.machine(), {}).get(cuda.partition(".")[0])
     if wheel is None or sys.platform != "linux":
         return f"no wheel has one for CUDA {cuda} on this platform: build from source where there is nvcc"
@@ -67,9 +64,7 @@ def argument_names(op: str) -> tuple[str, ...]:
 
 @cache
 def default_arguments(op: str) -> dict[str, Any]:
-    """Returns the op's arguments with their defaults, in the order of the op's schema. The value is None for an
-    argument without a default.
-    """
+    """Returns the op's arguments and their defaults (None if there is no default), in the order of the op's schema."""
     return {argument.name: argument.default_value for argument in schema_of(op).arguments}
 
 
@@ -79,7 +74,7 @@ def named(op: str, arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel that takes the op's arguments by name. Torch passes the arguments by position."""
+    """Wraps a kernel that takes the op's arguments by name, since torch passes them by position."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return kernel(**named(op, arguments), **options)
@@ -94,6 +89,4 @@ def registered() -> list[str]:
 
 
 COMPILED = tuple(registered())
-"""The names of the ops of ``csrc/library.cpp``. The ops of ``_head/op.py`` are not included, since they are declared
-later.
-"""
+"""The names of the ops of ``csrc/library.cpp``, without the ops of ``_head/op.py``, which are declared later."""

@@ -1,6 +1,4 @@
-"""The ops as attributes of this module, for the other packages. If a kernel refuses an argument, the op raises
-ValueError.
-"""
+"""The ops as attributes of this module, for the other packages. For a refused argument, they raise ValueError."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from .registration import EAGER
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
-# The error messages of compiled kernels: the first if a kernel refuses an argument, the second if an allocation fails.
+# The error messages of compiled kernels for a refused argument and for a failed allocation.
 _REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
 _NO_MEMORY = "d3s_kernels: out of memory"
 
@@ -43,8 +41,8 @@ def _with_usual_errors(op: _Op) -> _Op:
 
 
 def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
-    """Wraps an op so that torch's autograd kernel is skipped; if a gradient is needed, ``differentiable`` is called
-    instead. Torch's kernel is Python code. It takes 4 us for each call, or 100 us if a gradient is needed.
+    """Wraps an op so that torch's autograd kernel is skipped: it is Python code, and takes 4 us for each call, or 100
+    us if a gradient is needed. In the latter case, ``differentiable`` is called instead.
     """
 
     is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
@@ -63,9 +61,7 @@ def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
 
 
 def _refuses_by_value_error() -> bool:
-    """Whether a kernel's std::invalid_argument reaches Python as ValueError. Up to torch 2.14 it does; in later
-    versions it reaches Python as RuntimeError.
-    """
+    """Whether Python gets a kernel's std::invalid_argument as ValueError (up to torch 2.14), not as RuntimeError."""
     try:
         _op.compact.default(torch.empty(0, dtype=torch.bool), -1)
     except ValueError:
@@ -75,9 +71,8 @@ def _refuses_by_value_error() -> bool:
     raise AssertionError("compact takes a capacity of -1")
 
 
-# If torch supports only CPUs, _with_usual_errors is needed at most for refused arguments. There are no faults to warn
-# of, since ops check all values on a CPU. If an allocation fails, torch itself raises RuntimeError, and this error is
-# not converted.
+# If torch supports only CPUs, _with_usual_errors is needed at most for refused arguments: there are no faults to warn
+# of, and torch's own RuntimeError for a failed allocation is not converted.
 _on_cpus_alone = not (torch.backends.cuda.is_built() or torch.xpu._is_compiled())  # type: ignore[no-untyped-call]
 _as_raised = _refuses_by_value_error() and _on_cpus_alone
 
@@ -87,9 +82,7 @@ def _public(op: _Op) -> _Op:
 
 
 def __getattr__(name: str) -> _Op:
-    """Returns the op with this name. The op also becomes a global of this module, so that later accesses do not call
-    this function.
-    """
+    """Returns the op, and makes it a global of this module, so that later accesses do not call this function."""
     if name.startswith("__") or not hasattr(_op, name):
         raise AttributeError(f"d3s_kernels has no op {name!r}")
     op = _public(getattr(_op, name).default)

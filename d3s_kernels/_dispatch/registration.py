@@ -1,10 +1,7 @@
 """Registers with torch, for each op: the shapes of its results, its gradient, and the layouts that it refuses.
 
-The functions for the shapes (fakes) are next to the kernels in ``_torch``. Fakes do not check the arguments; only real
-kernels do.
-
-The gradient of an op is computed by another op. The arguments of that other op are found by name. ``_head/op.py``
-registers the ops of the LM head in the same way.
+The functions for the shapes (fakes) are next to the kernels in ``_torch``, but do not check the arguments.
+``_head/op.py`` registers the ops of the LM head in the same way.
 """
 
 from __future__ import annotations
@@ -149,9 +146,8 @@ _KEYS = ["MkldnnCPU", *(layout + key for layout in _LAYOUTS for device, key in D
 
 
 def refuse_unreadable(op: str) -> None:
-    """Registers a kernel of the op for tensors with the layouts above. This kernel raises an error that names the
-    argument. Without this kernel, the dispatcher would say that the op "could not run with arguments from the
-    'SparseCPU' backend". Tensors with other layouts never reach this kernel.
+    """Registers, for the layouts above, a kernel whose error names the argument. The dispatcher alone would say that
+    the op "could not run with arguments from the 'SparseCPU' backend".
     """
 
     def refuse(*arguments: Any, **options: Any) -> Any:

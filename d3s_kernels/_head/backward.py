@@ -1,8 +1,8 @@
 """The backward of the LM head. It recomputes each tile of logits, overwrites the tile with its gradient, and multiplies
 the gradient with the weight and with the hidden states.
 
-Only rows whose gradient is not 0 are computed. If the vocabulary is sharded over ranks, each rank does this for its
-vocabulary shard, and the ranks sum their gradients of the hidden states.
+Rows whose gradient is 0 are skipped. If the vocabulary is sharded, each rank works on its own shard, and the ranks sum
+their gradients of the hidden states.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ INPUTS = ("hidden", "weight", "bias")  # the arguments that have a gradient
 
 
 class Wanted(NamedTuple):
-    """The choice of gradients to compute, and the tensor to which the weight's gradient is added, if any."""
+    """Flags for the gradients to compute, and an optional tensor to which the weight's gradient is added."""
 
     hidden: bool
     weight: bool
@@ -69,9 +69,9 @@ def backward(
     wanted: Wanted,
     weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of hidden states, weight and bias. For a gradient that is not wanted, the returned tensor
-    is empty. With ``weight_grad_into``, the weight's gradient is added to that tensor, and the returned tensor for the
-    weight is empty. The problem must have been checked.
+    """Returns the gradients of hidden states, weight and bias. A gradient that is not wanted is an empty tensor. With
+    ``weight_grad_into``, the weight's gradient is added to that tensor, and an empty tensor is returned. The problem
+    must have been checked.
     """
     wanted = wanted._replace(weight_grad_into=weight_grad_into)
     if problem.sampling_mask.offsets is None:
@@ -92,8 +92,8 @@ def backward(
 
 
 def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
-    """Returns a 0-d flag: whether any of the masks has more rows than its bound. Returns None if the host knows that no
-    bound is exceeded.
+    """Returns a 0-d flag: whether any mask marks more rows than its bound. Returns None if the host knows that there is
+    none.
     """
     any_exceeded = None
     for bound, mask in bounds:
@@ -104,7 +104,7 @@ def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | No
 
 
 def _host_knows(flag: Tensor) -> bool:
-    """Whether the host can read the flag without a host sync. A fake tensor in a trace has no value."""
+    """Returns whether the host can read the flag without a host sync. A fake tensor in a trace has no value."""
     return type(flag) is Tensor and is_known(flag)
 
 
@@ -127,8 +127,8 @@ def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[T
         return room[:elements].view(shape)
 
     hidden, weight = problem.hidden, problem.weight
-    # On a GPU, the gradient of the hidden states is filled with 0 here: to fill it with a value that the host does not
-    # know would take twice the time. If ``bad`` is true, kept_hidden_grad_ fills it with NaN later.
+    # On a GPU, the gradient of the hidden states is filled with 0 here, since a fill with a value that the host does
+    # not know takes twice as long. If ``bad`` is true, kept_hidden_grad_ fills the gradient with NaN later.
     of_rows = bad if bad is not None and _host_knows(bad) else None
     return (
         filled(hidden, wanted.hidden, of_rows, *hidden.shape),
@@ -144,12 +144,12 @@ def _with_kept_tokens(
     gradients: tuple[Tensor, Tensor, Tensor],
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds the contributions of rows with a span to ``gradients``, which has the contributions of all other rows."""
+    """Adds the rows that have a span to ``gradients``. All other rows have already been added."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
     hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
     assert offsets is not None
     incoming = incoming.map(lambda values: flat(values, problem.rows))
-    with torch._C._AutoDispatchBelowAutograd():  # the op's autograd kernel is Python code, and only refuses gradients
+    with torch._C._AutoDispatchBelowAutograd():  # skips the autograd kernel: Python code that only refuses gradients
         arguments = with_kept_logits(problem, "kept_logits_backward", **incoming._asdict())
         grad, rows, tokens, undefined = _op.kept_logits_backward.default(*arguments)
     if exceeded is not None:
@@ -186,8 +186,8 @@ def _of_all_tokens(
         picked.poison_(grad_bias)
         if wanted.weight and wanted.weight_grad_into is not None:
             picked.poison_(wanted.weight_grad_into)
-    # The contributions of different tokens, and thus of different shards, mostly cancel in the sum. If the shards'
-    # contributions were rounded before they are summed, the error would grow with the number of ranks.
+    # The shards' gradients mostly cancel in the sum. If they were rounded before the sum, the error would grow with the
+    # number of ranks.
     grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
     if wanted.hidden:
         grad_hidden = picked.scatter((grad_hidden,), problem.rows)[0].view(problem.hidden.shape)
@@ -243,9 +243,9 @@ class _Rows(NamedTuple):
 class Gradients:
     """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
-    If the rows are cut into several tiles, each of these tiles contributes to the weight's gradient for the same
-    tokens. The contributions are summed in float32: directly in the gradient if its dtype is float32, otherwise in a
-    float32 buffer for the tokens of one tile.
+    If the rows are cut into several tiles, several tiles add to the same part of the weight's gradient. Their terms are
+    summed in float32: in the gradient if its dtype is float32, otherwise in a float32 buffer for the tokens of one
+    tile.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
@@ -275,7 +275,7 @@ class Gradients:
             add_product(self._weight[tokens], tile.t(), rows, first=place.start == 0 and self._into is None)
 
     def finish(self, tokens: slice) -> None:
-        """Writes the weight's gradient of a slab of tokens, after all its tiles have been added."""
+        """Writes one slab of the weight's gradient. All tiles of the slab must have been added."""
         if self._slab is None or self._weight is None:
             return
         total = self._slab[: tokens.stop - tokens.start]
@@ -299,7 +299,7 @@ class Gradients:
 def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
     gradients = Gradients(rows.hidden, head, tiles, wanted)
-    # The outer loop is over tokens, so that the gradient of a slab of the weight is complete after its inner loop.
+    # The outer loop is over tokens, so that the gradient of a slab is complete after the inner loop.
     for tokens in tiles.token_slices():
         for place in tiles.row_slices():
             tile = _gradient_of_tile(problem, head, rows.at(place), tokens, tiles.room(place, tokens))
@@ -309,9 +309,7 @@ def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wante
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """Overwrites a tile's logits with their gradient. A gradient of a narrower dtype is written to the front part of
-    each row.
-    """
+    """Overwrites a tile's logits with their gradient. A gradient in a narrower dtype fills the front of each row."""
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
     gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.

@@ -1,8 +1,8 @@
-"""The forward of the LM head: it merges one tile of logits at a time into the rows' softmax states, and drops the tile.
+"""The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-A row's result is bitwise equal to the result of an op that has all logits of the row in one tensor. For a row with a
-span of a sampling mask, only the logits of the kept tokens are computed. There is a host sync only if rows must be
-counted, because the caller gives no bound on their number.
+A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a span of a sampling
+mask, only the logits of the kept tokens are computed. A host sync occurs only if the caller gives no bound on a number
+of rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _op = torch.ops.d3s_kernels
 class Picked(NamedTuple):
     """Some of the rows, packed in order. If the caller gives a bound on the number of rows, there is no host sync."""
 
-    indices: Tensor  # [room]: row indices; 0 in unused slots, which are after the last picked row
+    indices: Tensor  # [room]: row indices; 0 in the unused slots at the end
     past: Tensor | None  # bool [room]: whether a slot is unused; None if the host knows that all are used
     exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
-        """Picks the rows in the mask. If ``other_exceeded`` is true, the bound counts as exceeded."""
+        """Picks the rows that the mask marks. If ``other_exceeded`` is true, the bound counts as exceeded."""
         room = int(mask.sum()) if bound is None else min(bound, mask.numel())
         indices, count = _op.compact.default(mask, room)
         other = None if other_exceeded is None else other_exceeded.view(1)
@@ -41,8 +41,8 @@ class Picked(NamedTuple):
         return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
-        """Returns the ``values`` of the picked rows. Unused slots get the value ``past``: the value of a row could be
-        NaN, which must not reach a product through an unused slot.
+        """Returns the ``values`` of the picked rows. Unused slots are filled with ``past``, since their index is 0, and
+        row 0 may have a NaN that must not reach a product.
         """
         packed = values.index_select(dim, self.indices)
         if self.past is None:
@@ -125,9 +125,7 @@ def dense_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """Returns the initial states ``[rows, 4]``. The label's logit starts as NaN, and stays NaN if the label is not a
-    token.
-    """
+    """Returns the softmax states ``[rows, 4]`` before any logit. A label's logit stays NaN if the label is no token."""
     state = like.new_zeros((rows, 4), dtype=torch.float32)
     state.select(1, 0).fill_(torch.finfo(torch.float32).min)
     state.select(1, 3).fill_(torch.nan)

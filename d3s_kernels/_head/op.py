@@ -1,6 +1,5 @@
-"""Declares the ops that Python code computes: the LM head, and the ops for vocabulary shards.
-
-Each op gets its schema, fake kernel and gradient here. The code of an op is the same on every device.
+"""Declares the ops that are written in Python: the LM head, and the ops for vocabulary shards. Their code is the same
+on every device.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def _with_known_labels(values: dict[str, Any]) -> None:
-    """Makes the gradient NaN for a label that is in no rank's shard. A single rank cannot see this from the label, but
-    it sees that the row's logprob is NaN.
-    """
+    """Makes the gradient NaN for a label in no rank's shard. A rank recognises it by the row's NaN logprob."""
     grad, logprob = values["grad_logprob"], values["logprob"]
     if grad is not None and values["group_name"] is not None:
         values["grad_logprob"] = torch.where(logprob.isnan() & (grad != 0), torch.nan, grad)
@@ -96,9 +93,7 @@ refuse_unreadable("linear_logprob_entropy")
 
 
 class AtBackward(NamedTuple):
-    """Functions that return arguments of the backward, and that are called when the backward runs. Each function is
-    called at most once in each backward.
-    """
+    """Functions that return arguments of the backward. Each backward calls each function at most once."""
 
     weight_grad_into: Callable[[], Tensor | None]  # if it returns None, autograd gets the weight's gradient
     max_grad_rows: Callable[[], int | None] = lambda: None  # if it returns None, the op's max_grad_rows is used
@@ -111,10 +106,10 @@ def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
 def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None = None) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities and the entropies of the rows.
 
-    Without ``at_backward``, autograd stores the weight's gradient of each micro-batch, which has V x H elements, and
-    then adds it to the gradient of earlier micro-batches. With ``at_backward``, the matrix products of the backward add
-    directly to the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot
-    call the functions of ``at_backward``.
+    Without ``at_backward``, each micro-batch allocates a gradient of V x H elements for the weight, and autograd adds
+    it to the gradient of earlier micro-batches. With ``at_backward``, the backward's matrix products add directly to
+    the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call these
+    functions.
     """
     if at_backward is None:
         logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())

@@ -1,8 +1,8 @@
-"""The arguments of the LM head's ops as one object, and their checks, for a whole vocabulary or a vocabulary shard.
+"""The arguments of the LM head's ops as one object, and their checks. The vocabulary may be whole or a shard.
 
-A public function makes the object and calls ``HeadProblem.checked``. The fields of the object are the op's arguments.
-The fields are passed to the op one by one, and the op's forward and backward make an equal object from them. If another
-op is called, its arguments are found in the object by name.
+A public function makes the object and calls ``HeadProblem.checked``. The fields are then passed to the op as arguments,
+and the op's forward and backward make an equal object from these arguments. The arguments of other ops are found in the
+object by name.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shard(NamedTuple):
-    """A vocabulary shard: the tokens from ``first_token`` on. Their number is not stored here, since the shape of the
-    logits or of the weight shows it. If ``ranks`` is None, the shard is the whole vocabulary.
+    """A vocabulary shard: the tokens from ``first_token`` on, as many as the logits or the weight have. If ``ranks`` is
+    None, the shard is the whole vocabulary.
 
-    All ranks have the same rows. So if there are no rows, all ranks skip the collectives; otherwise all ranks take
-    part.
+    All ranks have the same rows. If there are no rows, all ranks skip the collectives.
     """
 
     first_token: int = 0
@@ -62,13 +61,13 @@ class Shard(NamedTuple):
         return self.first_token + column
 
     def everyones(self, states: Tensor) -> Tensor:
-        """Returns the softmax states of all ranks, ``[shards, rows, 4]`` in rank order, from this rank's states
-        ``[rows, 4]``. If the shard is the whole vocabulary, returns the states unchanged.
+        """Gathers the ranks' softmax states ``[rows, 4]`` into ``[shards, rows, 4]``, in rank order. The states of a
+        whole vocabulary are returned unchanged.
         """
         return states if self.ranks is None or not len(states) else self.ranks.gather(states)
 
     def anyones_(self, mask: Tensor) -> Tensor:
-        """Marks, in place, the rows that are in the mask of at least one rank."""
+        """Replaces the mask, in place, with the union of all ranks' masks."""
         if self.ranks is not None and len(mask):
             self.ranks.maximum_(mask.view(torch.uint8))
         return mask
@@ -82,9 +81,7 @@ WHOLE = Shard()
 
 
 class HeadProblem(NamedTuple):
-    """The arguments of the LM head's ops, in the order of the schema (``op.py``). In the schema, the two fields of the
-    shard are the last arguments.
-    """
+    """The arguments of the LM head's ops, in the order of the schema in ``op.py``. The shard is two arguments there."""
 
     hidden: Tensor
     weight: Tensor
@@ -103,10 +100,10 @@ class HeadProblem(NamedTuple):
     def checked(
         self, temperature: float | Tensor, sampling: SamplingOptions, weight_grad_into: Tensor | None
     ) -> HeadProblem:
-        """Checks a problem that has the arguments of a public function, and returns a problem that has the arguments of
-        the op. The public function's temperature and sampling mask are arguments of this method, and the returned
-        problem has them in the form that the op takes. This method checks types and devices, and also conditions that
-        no single kernel can check. Shapes and values are checked when the op runs: see :meth:`check`.
+        """Checks the arguments of a public function, and returns a problem with the arguments of the op. The public
+        function's arguments are this problem's fields and the arguments of this method. This method checks types,
+        devices, and conditions that no single kernel can check. The op checks shapes and values when it runs: see
+        :meth:`check`.
         """
         hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
         require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
@@ -150,7 +147,7 @@ class HeadProblem(NamedTuple):
 
     @property
     def flat_temperature(self) -> NumberOrTensor:
-        """The temperature. If it is a tensor and not 0-d, the tensor is flattened to ``[rows]``."""
+        """The temperature; a tensor that is not 0-d is flattened to ``[rows]``."""
         return self.temperature.map_rows(lambda each: each.reshape(self.rows))
 
     # ---- checks of shapes and values: raise a ValueError that names the first wrong argument ------------------------
@@ -232,15 +229,13 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
     def _check_spans(self) -> None:
-        """Checks the sampling mask by running the checks of the op that takes logits. As logits, that op gets one
-        uninitialised row, expanded to all rows.
-        """
+        """Checks the sampling mask by the checks of an op that takes logits, with one uninitialised row of logits."""
         if not self.sampling_mask.given:
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
-            # The op kept_logits makes these checks later, except the checks of values, which the host cannot read in
-            # this case anyway. With ranks, the checks must be made here, before a rank waits for others.
+            # The op kept_logits makes these checks later, except for values, which the host cannot read anyway. With
+            # ranks, the checks must be made here, before a rank waits for others.
             return
         op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
@@ -248,8 +243,8 @@ class HeadProblem(NamedTuple):
         ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
 
     def require_memory(self) -> None:
-        """Refuses a parameter whose memory has been freed, because it was gathered only for a module's forward. Torch's
-        matrix products make this check too. Kernels do not make it: they would crash the process.
+        """Refuses a parameter whose memory has been freed, as FSDP does after a module's forward. Torch's matrix
+        products refuse it too, but kernels would crash the process.
         """
         _require_memory(self.weight, self.bias)
 

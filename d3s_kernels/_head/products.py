@@ -1,9 +1,8 @@
 """Cuts rows x vocabulary into tiles that fit the workspace. Computes the logits of a tile, and the products of the
 backward.
 
-Torch computes the matrix products. If a CPU has no dot-product instruction for bfloat16 or float16, torch takes over
-ten times as long for a product in that dtype as for a product in float32. On such a CPU, the matrices are widened to
-float32, one piece at a time.
+Torch computes the matrix products. On a CPU without a dot-product instruction for bfloat16 or float16, a product in
+that dtype takes over ten times as long as in float32. There, the matrices are widened to float32, one piece at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _WIDE_BYTES = 8 << 20  # the size of a float32 piece in bytes: small enough to stay in the last-level cache
 # The maximum number of terms that one matrix product sums for each element of its result. With more terms, some BLAS
 # libraries lose precision. The maximum is lower for products with few rows, since these libraries then add all terms
-# one by one; they also do so for the last few rows of any product. Precision matters here: a gradient is a sum over the
-# vocabulary whose terms mostly cancel.
+# one by one, as they do for the last few rows of any product. Precision matters, since a gradient is a sum over the
+# vocabulary, and its terms mostly cancel.
 _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
 
@@ -69,14 +68,12 @@ class Head(NamedTuple):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of a tile's gradient. The products of this gradient with weight and hidden states are computed in
-        the same dtype.
-        """
+        """The dtype of a tile's gradient. The products of the backward are computed in this dtype."""
         return self.weight.dtype if multiplies(self.weight) else self.logits_dtype
 
 
 def multiplies(values: Tensor) -> bool:
-    """Whether torch multiplies this dtype on this device about as fast as float32, or faster."""
+    """Returns whether torch multiplies matrices of this dtype and device about as fast as in float32, or faster."""
     return not values.is_cpu or values.dtype.itemsize > 2 or values.dtype in backends.half_products()
 
 
@@ -87,11 +84,11 @@ def zero_behind_rows_(tile: Tensor) -> None:
 
 
 def _read_behind_rows(values: Tensor) -> int:
-    """Returns how many elements behind the end of a row a product reads. With AMX, oneDNN multiplies whole blocks of 32
-    elements in half precision. Elements behind a row are multiplied by 0, but a NaN there still gives NaN (oneDNN's
-    issue 5717).
+    """Returns the number of elements that a product reads behind the end of each row. With AMX, oneDNN multiplies whole
+    blocks of 32 elements in half precision. Elements behind a row are multiplied by 0, but a NaN there still gives NaN
+    (oneDNN's issue 5717).
     """
-    # A tensor of another type (a fake tensor) belongs to a trace, and a trace is treated like a run on a GPU.
+    # A tensor of another type is a fake tensor of a trace, and a trace is treated like a run on a GPU.
     reads = values.is_cpu and values.dtype.itemsize == 2 and type(values) is Tensor
     return -values.shape[1] % 32 if reads else 0
 
@@ -114,9 +111,7 @@ def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` if ``first``. On a CPU, half-precision products are rounded before they
-    are added.
-    """
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``first``. A CPU rounds half-precision products first."""
     if total.dtype != a.dtype and widens(a):
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -137,8 +132,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             else:
                 total.add_(left @ right)
         return
-    # On other CPUs, the product is made in float32, one piece of the result at a time.
-    if total.dtype == torch.float32:  # otherwise the total would be rounded after each step
+    # On CPUs without fast half-precision products, the matrices are widened, one piece at a time.
+    if total.dtype == torch.float32:  # a total of another dtype would be rounded after each step
         step = min(step, _rows_of_piece(b.shape[1]))
     for begin, right in _widened(b, step):
         for top, left in _widened(a[:, begin : begin + len(right)], _rows_of_piece(max(right.shape))):
@@ -150,19 +145,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _sums_apart(values: Tensor) -> bool:
-    """Whether the terms of a product must be summed separately, before their sum is added to a total. Some BLAS
-    libraries for CPUs would add each term to the total, and lose a digit or two over a whole vocabulary.
+    """Returns whether a product must be computed separately, before it is added to a total. Some BLAS libraries for
+    CPUs would add each term to the total, and lose a digit or two over a whole vocabulary.
     """
     return values.is_cpu
 
 
 def widens(values: Tensor) -> bool:
-    """Whether torch can multiply half-precision matrices with a float32 result on this device."""
+    """Returns whether torch can multiply half-precision matrices with a float32 result on this device."""
     return values.is_cuda and torch.version.cuda is not None
 
 
 def without_autocast(function: _Kernel) -> _Kernel:
-    """Makes products keep the precision of their arguments, even if a backward runs within torch.autocast."""
+    """Disables torch.autocast in a function, so that products keep the precision of their arguments."""
 
     @wraps(function)
     def run(problem: Any, *arguments: Any, **options: Any) -> Any:
@@ -241,8 +236,6 @@ class Tiles(NamedTuple):
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:
-    """Rounds a number of elements up, so that they fill whole units of 64 bytes: this is the largest unit of matrix
-    products.
-    """
+    """Rounds a number of elements up to whole units of 64 bytes, the largest unit of matrix products."""
     vector = 64 // dtype.itemsize
     return -(-elements // vector) * vector

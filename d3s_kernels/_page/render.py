@@ -64,8 +64,8 @@ def page(title: str, formula: str, prompts: Sequence[str], rollouts: Sequence[Ro
 
 
 def darkest_from(scores: Iterable[float]) -> float:
-    """Returns the lowest score with the darkest shade: the 99th percentile of the positive scores. If it were their
-    maximum, one very large score would make all others pale.
+    """Returns the lowest score with the darkest shade: the 99th percentile of the positive scores. With the maximum
+    instead, one very large score would make all others pale.
     """
     positive = sorted(score for score in scores if 0 < score < math.inf)
     return positive[math.ceil(0.99 * len(positive)) - 1] if positive else math.inf

@@ -58,8 +58,6 @@ def as_html(text: str) -> str:
 
 
 def token_as_html(text: str) -> str:
-    """Does the same as :func:`as_html` for a single token, but a line break, a joiner or an empty text becomes visible
-    too.
-    """
+    """Escapes a token's text as :func:`as_html` does. Line breaks, joiners and empty texts become visible too."""
     shown = as_html(text).replace("\n", "\u21b5\n")
     return NO_TEXT + shown if _INVISIBLE.fullmatch(shown) else shown

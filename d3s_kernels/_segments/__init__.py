@@ -1,3 +1,1 @@
-"""Segments of a tensor, the order of the values in a segment, and how many values of a segment are kept. Used by
-several packages.
-"""
+"""Segments of a tensor: the order of their values, and how many values are kept. Several packages use them."""

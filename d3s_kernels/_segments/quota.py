@@ -1,6 +1,4 @@
-"""How many values of a segment are kept: a share of the segment's values, or a count. Both may be a Python number or a
-tensor.
-"""
+"""The quota of a segment: how many of its values are kept."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ DOUBLE_SLACK, FLOAT_SLACK = 2.0**-50, 2.0**-21  # see keep_from_ratio in csrc/co
 
 
 class Quota(NamedTuple):
-    """How many values to keep: a share (``ratio``) or a count (``k``). One of the four fields is set. The ops take all
-    four as arguments.
-    """
+    """A share (``ratio``) or a count (``k``) of values to keep. Exactly one of the four fields is set."""
 
     ratio: float | None = None
     ratio_tensor: Tensor | None = None
@@ -23,11 +19,10 @@ class Quota(NamedTuple):
     k_tensor: Tensor | None = None
 
     def of(self, present: Tensor, *, times: int = 1, slack: float = DOUBLE_SLACK) -> Tensor:
-        """Returns how many values of each segment are kept. If the ratio or k is a tensor, its value is read on the
-        device; for an invalid value, nothing is kept.
+        """Returns how many values of each segment are kept: 0 if ``ratio`` or ``k`` is a tensor with an invalid value.
 
         Args:
-            present: int64: the number of values in each segment that are candidates.
+            present: the number of candidate values in each segment, int64.
             times: if values are pooled, the number of segments in the pool: ``k`` is multiplied by this number.
             slack: the relative rounding error by which a product with ``ratio`` may be too large.
         """

@@ -1,7 +1,7 @@
 """Segments of a flat tensor: the segment of each value, sums over segments, and the order of the values in a segment.
 
-The lengths of segments stay on the device, so that there is no host sync. Floats are summed by doubling: the order of
-the terms depends only on their positions in the segment. The order in torch's own sums depends on the shape.
+The lengths of segments stay on the device, so that there is no host sync. Floats are summed by doubling, so that the
+order of the terms depends only on their positions in the segment. In torch's own sums, it depends on the shape.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ class Segments(NamedTuple):
         return self.edges.shape[0] - 1 - 2 * self.ragged
 
     def without_ends(self, numbers: Tensor) -> Tensor:
-        """Drops the elements of the two additional stretches, if there are such stretches. One element for each segment
-        is left.
-        """
+        """Drops the elements of the two additional stretches, so that one element for each segment is left."""
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Returns for each value the element of its segment. For values that the offsets leave out, returns NaN, or 0
-        if the elements are integers.
+        """Returns for each value the element of ``numbers`` for the value's segment. For values that the offsets leave
+        out, returns NaN, or 0 if the elements are integers.
         """
         nothing = math.nan if numbers.is_floating_point() else 0
         return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.segment_ids]
@@ -93,7 +91,7 @@ def pool(values: Tensor) -> Segments:
 
 
 def selected_segments(values: Tensor, segments: SegmentArguments) -> tuple[Segments, int]:
-    """Returns the segments that an op selects from, and how many of the given segments each of them contains."""
+    """Returns the segments from which an op selects, and the number of segments that are pooled into each."""
     if segments.pooled:
         return pool(values), segments.number_in(values)
     return segments_of(values, segments.offsets), 1
@@ -169,9 +167,7 @@ def lowest_first(values: Tensor, present: Tensor, segments: Segments) -> Ranking
 
 
 def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """Ranks the scores of each segment from the highest to the lowest, and equal scores by position. Scores that are
-    not present come last.
-    """
+    """Like :func:`lowest_first`, but ranks the scores from the highest to the lowest."""
     return _by_key((NO_KEY - order_key(scores)).where(present, NO_KEY), segments)
 
 

@@ -103,8 +103,8 @@ def select_tokens_arguments(
     generator: torch.Generator | None,
     rank: int = 0,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the op. The op gets the rule's values and weights instead of entropy and advantages.
-    With the rule "advantage_entropy", ``entropy`` may also be logits.
+    """Returns the arguments of the op, with the rule's values and weights instead of entropies and advantages. With the
+    rule "advantage_entropy", ``entropy`` may also be logits.
     """
     require_rule(rule, TOKEN_RULES)
     if TOKENS[rule].reads_advantages:
@@ -118,7 +118,7 @@ def select_tokens_arguments(
     _require_generator(generator, rule, TOKENS[rule].draws, entropy)
     values, weights = token_factors(rule, entropy, advantages, generator, rank)
     if weights.dtype != torch.float32:
-        if not weights.dtype.is_floating_point:  # float tensors without plain memory are refused by the dispatcher
+        if not weights.dtype.is_floating_point:  # the dispatcher refuses unreadable float tensors
             require_readable(advantages=weights)
         weights = weights.float()
     return values, weights, number, tensor, mask, *segments, drop_zeros
@@ -163,9 +163,7 @@ def max_variance_arguments(
     mask: Tensor | None,
     segments: SegmentFields,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the op. The caller must check that ``values`` is a tensor, since this argument has
-    different names in public functions.
-    """
+    """Returns the arguments of the op. The caller, which knows the public name of ``values``, must check its type."""
     require_segments(values, segments)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
@@ -183,9 +181,7 @@ def select_rollouts_arguments(
     generator: torch.Generator | None,
     equal_rows: bool,
 ) -> tuple[Any, ...]:
-    """Returns arguments of the op ``max_variance_select``. :func:`choose_rollouts` takes these arguments for every
-    rule.
-    """
+    """Returns arguments of the op ``max_variance_select``, which :func:`choose_rollouts` takes for every rule."""
     require_tensors(advantages=advantages)
     if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op's error would say `values`
         raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")

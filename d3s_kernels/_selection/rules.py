@@ -58,9 +58,7 @@ def token_factors(
 
 
 def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mask, count and threshold of the tokens that TRL's ``top_entropy_quantile`` keeps; the results are
-    bitwise equal to TRL's. This function causes a host sync.
-    """
+    """Returns mask, count and threshold of the tokens that TRL's ``top_entropy_quantile`` keeps, bitwise as in TRL."""
     values = entropy.detach().float()
     present = values if mask is None else values[mask]
     threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
@@ -77,7 +75,7 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
     same seed.
 
     Two scores are equal with a probability of about 2^-31; the index then decides. Scores are positive and not
-    subnormal. So they sort like their bits, even on devices that flush subnormal numbers to 0.
+    subnormal, so they sort like their bits, even on devices that flush subnormal numbers to 0.
     """
     drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
     if generator is not None:  # torch.compile accepts no generator, not even None
@@ -140,8 +138,8 @@ def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Te
 
 
 def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, where: SegmentArguments) -> Tensor:
-    """Marks k of the n usable values of each segment. For each i in 0..k - 1, the value is marked whose rank is nearest
-    to (i + 0.5) / k (n - 1), with halves rounded down.
+    """Marks k of the n usable values of each segment: for each i in 0..k - 1, the value whose rank is nearest to
+    (i + 0.5) / k (n - 1), with halves rounded down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. So the kept ranks up to r can be counted
     without listing them. Rank r is kept if this count increases from r - 1 to r.

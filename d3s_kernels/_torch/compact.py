@@ -17,5 +17,5 @@ def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     kept = flags(mask)
     numbers = torch.arange(1, capacity + 1, device=mask.device)
-    indices = torch.searchsorted(kept.cumsum(0), numbers)  # indices[i]: the index of true value i + 1
+    indices = torch.searchsorted(kept.cumsum(0), numbers)  # indices[i]: where the (i + 1)-th true value is
     return torch.where(indices < kept.shape[0], indices, -1), kept.sum().reshape(1)

@@ -1,4 +1,4 @@
-"""Products with those rows of an LM head's weight that belong to kept tokens. The rows are gathered piece by piece.
+"""Products with the rows of an LM head's weight that belong to kept tokens. The rows are gathered piece by piece.
 
 The terms of a sum are always added in the same order, so the sum is bitwise equal in every run and in any batch.
 """
@@ -98,9 +98,8 @@ def _sum_by_halves(values: Tensor) -> Tensor:
 
 
 def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """For each row of ``out``, adds the sum of grad[i] * matrix[ids[i]] over all i whose targets[i] is this row. The
-    terms of a sum are in the order of i. If targets[i] is not a row of ``out``, i is skipped. The work is split only by
-    columns, so no sum is split.
+    """Adds to each out[r] the sum of grad[i] * matrix[ids[i]] over all i with targets[i] == r, in the order of i.
+    Targets that are not rows of ``out`` are skipped. The work is split only by columns, so no sum is split.
     """
     if 0 in out.shape or len(targets) == 0:
         return
@@ -108,7 +107,7 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
     ids, grad = ids[order], torch.where(target < 0, 0, grad[order])
     first = torch.cat([target.new_ones(1, dtype=torch.bool), target[1:] != target[:-1]])
     place = torch.arange(len(target), device=target.device)
-    # For each element, the index of the first element of its run. The sum of a run is stored at its first element.
+    # head[i] is the index of the first element of i's run. There, the sum of the run is stored.
     head = torch.where(first, place, 0).cummax(0).values
     # All elements of a run write the same value to the same row of out. Elements without a target repeat the write of
     # the run with the largest target. If no element has a target, all elements add 0 to row 0.

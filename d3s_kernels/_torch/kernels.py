@@ -23,7 +23,7 @@ FakeTensorMode. A fake is called with all arguments of the op by name. An op wit
 
 def op(fake: Kernel | None = None) -> Callable[[Kernel], Kernel]:
     """Returns a decorator that declares a function as the kernel of the op with the function's name. ``fake`` has
-    parameters for the arguments that it needs, and ``**_`` for the other arguments.
+    parameters for the arguments that it needs, and ``**_`` for the others.
     """
 
     def declare(kernel: Kernel) -> Kernel:
@@ -36,9 +36,7 @@ def op(fake: Kernel | None = None) -> Callable[[Kernel], Kernel]:
 
 
 def like(name: str, dtype: torch.dtype | None = None) -> Kernel:
-    """Makes a fake for an op with one result. The result has the shape of the argument called ``name``. It has the
-    given ``dtype`` or, by default, the dtype of this argument.
-    """
+    """Makes a fake for an op with one result, with the shape and (by default) the dtype of the argument ``name``."""
 
     def fake(**arguments: Any) -> Tensor:
         argument: Tensor = arguments[name]

@@ -23,9 +23,7 @@ def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def places_in_tile(labels: Tensor, tile: Tile, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns for each label its column in the tile, and whether the label is in the tile. If it is not, the column is
-    0.
-    """
+    """Returns each label's column in the tile, or 0 for a label outside the tile; and whether the label is inside."""
     places = tile.column(labels)
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside
@@ -144,8 +142,8 @@ def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Ten
 
 
 def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
-    """Returns the states after a tile is merged, for rows with a single kept token; for other rows the result is not
-    used. The token's logit is replaced by 0. If the token is in another tile, the row's state does not change.
+    """Merges the tile into the states of rows with a single kept token, whose logit is replaced by 0. If the token is
+    in another tile, the state does not change. The results for other rows are not used.
     """
     ids, offsets = rows.spans.ids, rows.spans.offsets
     if len(ids) == 0:

@@ -1,4 +1,4 @@
-"""The gradient of logprob_entropy: in a new tensor, written over a tile of logits, or only for the kept logits."""
+"""The gradient of logprob_entropy: in a new tensor, in place in a tile of logits, or only for the kept logits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from .spans import SpanRows
 
 
 class _Rows(NamedTuple):
-    """The values from which the gradients of the rows are computed. Each tensor has one value for each row. See
-    GradientLine in csrc/core/softmax_state.h.
-    """
+    """The values from which gradients are computed, one for each row; see GradientLine in csrc/core/softmax_state.h."""
 
     offset: Tensor
     slope: Tensor
@@ -26,7 +24,7 @@ class _Rows(NamedTuple):
     top: Tensor  # the row's maximum, or NaN to make the row's whole gradient NaN
     temperature: Tensor
     labels: Tensor
-    still: Tensor  # whether the row's gradient is 0 for any logits
+    still: Tensor  # whether the row's whole gradient is 0, even if its logits are NaN
 
     def part(self, rows: slice | Tensor) -> _Rows:
         return _Rows(*(tensor[rows] for tensor in self))
@@ -48,7 +46,7 @@ def logprob_entropy_backward(
 ) -> Tensor:
     rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
     no_token = (rows.labels != NO_TARGET) & (rows.labels < 0)
-    if tile == ALL_TOKENS:  # with other tiles, the size of the vocabulary is unknown
+    if tile == ALL_TOKENS:  # otherwise the size of the vocabulary is unknown
         no_token |= rows.labels >= logits.shape[-1]
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if mask is not None:
@@ -174,7 +172,7 @@ def _of_sets(rows: _Rows, kept: SpanRows) -> _Rows:
 
 
 def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
-    """Returns the gradients of some logits. For each logit, ``part`` has the values of the logit's row."""
+    """Returns the gradients of single logits. ``part`` has the values of each logit's row."""
     at_label = torch.where(ids == part.labels, part.target, 0)
     return _gradient(part, logits.unsqueeze(1)).squeeze(1) + at_label
 

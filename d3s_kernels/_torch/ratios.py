@@ -58,9 +58,8 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """Multiplies the incoming gradient by the derivative of each ratio with respect to its logarithm. This derivative
-    is the ratio itself. If a bound is finite, the derivative is 0 at this bound and beyond it. An incoming gradient of
-    0 stays 0 for every ratio, since 0 * inf would be NaN.
+    """Multiplies the incoming gradient by d ratio / d log(ratio): the ratio, or 0 at and beyond a finite bound. An
+    incoming gradient of 0 stays 0 for every ratio, since 0 * inf would be NaN.
     """
     grad, by = grad_ratio.flatten(), ratio.flatten()
     limited = ~_in_groups(ratio, mask, groups)
@@ -85,7 +84,7 @@ def entropy_groups(
     rank, n = highest_first(flat, present, each).rank, each.total(present)
     groups = torch.zeros_like(flat, dtype=torch.int8)
     for share in (1.0 - quantile for quantile in quantiles):
-        # The share 1 - quantile may be small. The quantile's rounding error is then larger relative to the share.
+        # If the share 1 - quantile is small, the quantile's rounding error is large relative to the share.
         groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[each.segment_ids]
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
@@ -111,8 +110,8 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 
 
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
-    """Returns for each token the mean of the terms of its sequence. If there are groups, this is the mean over only
-    those tokens of the sequence that are in the token's group; it is NaN for a group id of 16 or above.
+    """Returns for each token the mean of the terms of its sequence or, with groups, of its group within the sequence.
+    The mean is NaN for a group id of 16 or above.
     """
     if groups is None:
         return _exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]

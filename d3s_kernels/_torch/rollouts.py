@@ -1,7 +1,4 @@
-"""The ops group_advantages and max_variance_select. The first subtracts from each reward the mean of its group, and
-scales the difference. The second selects from each segment the subset of k values that has the largest variance. Both
-compute in float64.
-"""
+"""The ops group_advantages and max_variance_select. Both compute in float64."""
 
 from __future__ import annotations
 
@@ -78,9 +75,9 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     """Returns for each segment with n > k values how many of the k kept values come from the low end. See
     csrc/core/split_scan.h.
 
-    The values are sorted in ascending order, and counted from 0. Split i keeps the first i and the last k - i values.
-    So split i + 1 keeps value i instead of value n - k + i: the two values are exchanged. The moments of split 0 are
-    the moments of the last k values. A running sum over the exchanges then gives the moments of all splits.
+    The values are sorted in ascending order, and counted from 0. Split i keeps the first i and the last k - i values,
+    so split i + 1 keeps value i instead of value n - k + i. Split 0 has the moments of the last k values. A running sum
+    over these exchanges then gives the moments of all splits.
     """
     ids, place = segments.segment_ids, segments.place
     usable, exchanged, kept = place < n[ids], place < k[ids], k[ids]
@@ -94,7 +91,7 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
     total, square = before + segments.last(running[2:])[:, ids]
     spread = torch.where(place <= k[ids], kept * square - total.square(), -math.inf)
-    # Splits whose spread is this close to the largest spread count as equal. Among equal splits, the split that keeps
-    # the fewest of the highest values is chosen.
+    # Splits within 1e-12 of the largest spread count as equal. Of these, the split that keeps the fewest of the highest
+    # values is chosen.
     equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
     return segments.last(segments.scan(torch.where(spread >= equal[ids], place, 0), torch.maximum))

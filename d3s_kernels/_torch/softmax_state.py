@@ -1,8 +1,8 @@
 """The softmax states (m, S, T) of rows of logits, as in csrc/core/softmax_state.h. The states of all rows are one
 float32 tensor [3, rows].
 
-A row's result is bitwise equal in any batch: maxima are exact, sums are pairwise, and the result of torch.exp does not
-depend on an element's position in the tensor. On a CPU, the result of torch.exp2 would depend on the position.
+A row's result is bitwise equal in any batch: maxima are exact, sums are pairwise, and torch.exp (unlike torch.exp2 on a
+CPU) does not depend on an element's position in the tensor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ LOWEST = torch.finfo(torch.float32).min
 
 def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """Yields the rows block by block, as pairs: a slice of row indices, and a view [..., V] of these rows' logits. A
-    block has at most _BLOCK // columns rows, but at least one row.
-
-    Leading dimensions that cannot be flattened without a copy stay separate.
+    block has at most _BLOCK // columns rows, but at least one row. Leading dimensions stay separate, since flattening
+    them may need a copy.
     """
     yield from _blocks(logits.unsqueeze(0) if logits.dim() == 1 else logits, max(1, _BLOCK // max(1, columns)), 0)
 

@@ -86,7 +86,7 @@ class SpanRows(NamedTuple):
     tile: Tile
     mask: Tensor | None
     tokens: int  # number of tokens in the tile
-    kept_alone: bool  # whether `logits` has only kept logits: first one for each id, then one for each row's label
+    kept_alone: bool  # whether `logits` has only kept logits: first a logit for each id, then for each row's label
 
     @classmethod
     def of(
@@ -146,9 +146,7 @@ class SpanRows(NamedTuple):
         return self.logits[(*self._of_rows(row), place.where(read, 0))].float().masked_fill(~read, -math.inf)
 
     def _of_rows(self, row: Tensor) -> tuple[Tensor, ...]:
-        """Converts row indices to one index tensor for each leading dimension of the logits, which may have any
-        strides.
-        """
+        """Converts row indices to an index tensor for each leading dimension: flattening the logits may need a copy."""
         place: list[Tensor] = []
         for size in reversed(self.logits.shape[1:-1]):
             place.insert(0, row % size)
@@ -174,10 +172,10 @@ class SpanRows(NamedTuple):
         return torch.stack([top, total, (dot * temperature).masked_fill(undefined, math.nan)])
 
     def dense_rows(self) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """Returns an iterator over the rows with an empty span, and whether there are more such rows than the bound
-        ``max_dense_rows``. The iterator yields the rows piece by piece, as three tensors: row indices, logits, and the
-        rows to which results are written. If there are fewer rows than the bound, the unused slots write to an extra
-        row after the last row. Without a bound, this method causes a host sync.
+        """Returns an iterator over the unmasked rows with an empty span, and whether their count exceeds
+        ``max_dense_rows``. The iterator yields, piece by piece, three tensors: row indices, logits, and the rows to
+        which results are written. Unused slots, if there are fewer rows than ``max_dense_rows``, write to an extra last
+        row. Without ``max_dense_rows``, this method causes a host sync.
         """
         dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
         count, columns = dense.sum(), self.logits.shape[-1]

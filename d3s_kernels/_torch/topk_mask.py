@@ -38,7 +38,7 @@ def _select(
 def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
     """Returns for each segment how many scores are kept, and the lowest kept score (infinite if no score is kept)."""
     count, begin = segments.total(top.mask), segments.edges[:-1]
-    in_order = pad(scores[top.order] + 0.0, (1, 0))  # in_order[i] is the i-th score, counted from 1; -0 becomes 0
+    in_order = pad(scores[top.order] + 0.0, (1, 0))  # in_order[i]: the i-th score, counted from 1; -0 becomes 0
     lowest = in_order[begin + top.k]
     if drop_zeros:  # if the lowest selected score is 0, only the first `count` scores remain
         lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
@@ -88,8 +88,8 @@ def select_tokens(
 
 
 def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
-    """Spreads advantages over the tokens. There may be one advantage for all tokens, one for each token, or one for
-    each sequence. If there are n tokens, shape [n] always means one for each token.
+    """Spreads advantages over the tokens: 0-d, one for each token, or one for each sequence. A shape that fits both
+    tokens and sequences means one for each token.
     """
     if advantages.dim() == 0:
         return advantages

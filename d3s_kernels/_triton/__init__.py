@@ -1,7 +1,4 @@
-"""Ops in Triton, for GPUs that the compiled CUDA library does not serve.
-
-On these GPUs, plain PyTorch computes the ops that are not in Triton.
-"""
+"""Ops in Triton, for GPUs without the compiled CUDA library. There, plain PyTorch computes the other ops."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from . import logprob_entropy_backward as backward
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``kernel`` to make its tensors' device the current one, since Triton launches on the current device."""
+    """Wraps ``kernel`` so that the device of its tensors is the current device, on which Triton launches."""
 
     @wraps(kernel)
     def run(*arguments: Any, **options: Any) -> Any:

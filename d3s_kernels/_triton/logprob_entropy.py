@@ -1,9 +1,8 @@
 """logprob_entropy in Triton, as in ``csrc/cuda/logprob_entropy.cu``. ``logprob_entropy_backward.py`` has the backward.
 
-A row is cut into slices of a fixed size. One program goes through one slice. It has a softmax state in every lane, and
+A row is cut into slices of a fixed size. Each slice has its own program, which keeps a softmax state in every lane, and
 merges the states of all lanes at the end. A second kernel merges the slices of a row from left to right, and computes
-the row's results. So a row's result is bitwise equal in any batch. A few rows are enough to keep a GPU busy, since each
-slice has its own program.
+the row's results. So a row's result is bitwise equal in any batch, and a few rows are enough to keep a GPU busy.
 """
 
 from __future__ import annotations
@@ -117,10 +116,7 @@ def merge_into_states(
     states, slices, count, logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures,
     temperature_bits, row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the slices of a tile into the rows' states. A state has four values: m, S, T and the label's logit.
-
-    The tile starts at token ``first_token``.
-    """
+    """Merges the slices of a tile, which starts at ``first_token``, into the rows' states (m, S, T, label's logit)."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
@@ -146,9 +142,8 @@ def finish_states(
     row_states, pieces, count, temperatures, temperature_bits, logprobs, entropies, maxima, log_sums,
     PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the pieces of each row from left to right, and computes the row's results.
-
-    The label's logit comes from the first piece in which it is not NaN.
+    """Merges the pieces of each row from left to right, and computes the row's results. The label's logit comes from
+    the first piece in which it is not NaN.
     """
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
@@ -197,9 +192,8 @@ def row_statistics(
     mask: Tensor | None = None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
-    """Computes logprob_entropy. If the tensor ``keys`` is passed, also writes the order keys of |A| * H to ``keys``.
-
-    Calls with ``keys`` must also pass ``advantages`` and ``tokens_per_advantage``.
+    """Computes logprob_entropy. With ``keys``, ``advantages`` and ``tokens_per_advantage``, also writes the order keys
+    of |A| * H to the tensor ``keys``.
     """
     rows = Rows.of(logits)
     outputs = new_outputs(logits, logits.shape[:-1])

@@ -17,9 +17,9 @@ from .softmax_state import LOG2_E, exponential
 
 THREADS = 256
 BLOCK = 8192  # elements in flight at the same time: 32 for each thread
-EDGE_BLOCK = 1024  # elements of a block at the end of a piece, where each needs registers for an address and a mask
+EDGE_BLOCK = 1024  # elements of a block at the end of a piece, where an element needs registers for address and mask
 PIECE = 4 * BLOCK  # elements for a program: enough to amortise the program's start-up cost
-ANY_TOKEN = 2**62  # used as the size of the vocabulary for a tile, where the size is unknown
+ANY_TOKEN = 2**62  # replaces the size of the vocabulary, which is unknown for a tile
 
 
 @triton.jit(
@@ -44,9 +44,8 @@ def write_gradients(
         dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
 
     This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. If a row has no
-    gradient, its logits are not read. With NARROW, the gradient overwrites the front half of its own row. One program
-    then goes through the row from left to right, block by block. A block overwrites only logits that all threads have
-    read before the block's barrier.
+    gradient, its logits are not read. With NARROW, the gradient overwrites the front half of its own row: one program
+    goes through the row from left to right, and overwrites only logits that all threads have read before the barrier.
     """
     pieces = 1 if NARROW else tl.cdiv(columns, PIECE)
     row = tl.program_id(0).to(tl.int64) // pieces
@@ -74,17 +73,17 @@ def write_gradients(
     weight = tl.div_rn(exponential(-log_sum), temperature)
     offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
     slope = tl.div_rn(-weight * g_entropy, temperature)
-    # m is NaN in three cases: for an unchecked label that is not a token, for a row without an entropy, and for an
-    # incoming gradient of NaN. Then the whole gradient is NaN.
+    # If the row's entropy or an incoming gradient is NaN, or if an unchecked label is not a token, m becomes NaN, so
+    # that the whole gradient is NaN.
     bad = (log_sum != log_sum) | (g_logprob != g_logprob) | (g_entropy != g_entropy)
     bad = bad | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
     m = tl.where(bad, float("nan"), tl.load(maxima + row))
 
     whole = end - (end - begin) % BLOCK
     if reads:
-        # The label needs an accurate 1 - p, and therefore a more accurate exponential. The label's logit is read before
-        # the loop, which overwrites it if the op is in place. The label's gradient is written after the loop. No other
-        # program writes to this piece.
+        # The label's 1 - p needs a more accurate exponential. The label's logit is read before the loop, which
+        # overwrites it if the op is in place. The label's gradient is written after the loop. No other program writes
+        # to this piece.
         place = label - first_token
         has_label = (place >= begin) & (place < end)
         label_distance = tl.load(start + place, mask=has_label, other=0.0).to(tl.float32) - m

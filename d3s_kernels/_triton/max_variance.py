@@ -1,7 +1,7 @@
 """max_variance_select in Triton. Each group has its own program, which sorts the group in registers.
 
-A group is a row or, if the segments are pooled, the whole batch. There is no kernel for long groups or for offsets. The
-op returns NotImplemented in these cases.
+A group is a row or, if the segments are pooled, the whole batch. For long groups and for offsets, the op returns
+NotImplemented.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ def sum_of_first(sums, count, SIZE: tl.constexpr):
 def select_most_varied(
     values, mask, length, keep, keep_tensor, times, out, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Marks the k values with the largest variance.
-
-    In sorted order, these are the first i and the last k - i values, for some i in 0..k. All i are tried
-    (``csrc/core/split_scan.h``).
+    """Marks the k values with the largest variance. In sorted order, these are the first i and the last k - i values,
+    for some i in 0..k. All i are tried (``csrc/core/split_scan.h``).
     """
     segment = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
@@ -59,7 +57,7 @@ def select_most_varied(
     bits = (order >> 32).to(tl.int32)
     x = tl.where(bits < 0, ~(bits ^ -0x80000000), bits).to(tl.float32, bitcast=True).to(tl.float64)
     rank = index
-    # Subtract one of the group's values from all of them, since large values with small differences would cancel.
+    # Subtract the median, since large values with small differences would cancel.
     x = tl.where(rank < n, x, 0.0)
     x = tl.where(rank < n, x - tl.sum(tl.where(rank == n // 2, x, 0.0), 0), 0.0)
 

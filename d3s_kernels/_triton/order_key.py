@@ -22,6 +22,6 @@ def order_key(value):
 
 @triton.jit
 def order_key_value(key):
-    """Returns the float that a key stands for."""
+    """Converts a key back to its float."""
     bits = key.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -0x80000000, ~bits).to(tl.float32, bitcast=True)

@@ -72,17 +72,13 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """Returns where a row begins.
-
-    ``row`` is int64, and comes first in the products, since an int32 stride * STEP might overflow.
-    """
+    """Returns the address of a row. The int64 ``row`` is the first factor, since int32 stride * STEP might overflow."""
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
 def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
-    """Returns the kernel arguments for the temperature. A Python number is passed as the bits of a float32.
-
-    If a number were passed as a float, Inductor would launch the kernel with a float64.
+    """Returns the kernel arguments for the temperature. A Python number is passed as the bits of a float32, since
+    Inductor would pass a float as a float64.
     """
     number, tensor = temperature
     (bits,) = struct.unpack("i", struct.pack("f", number))
@@ -93,9 +89,7 @@ def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
 
 @triton.jit
 def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
-    """Returns the temperatures of rows, or NaN for an unchecked temperature that is not valid. The results of such a
-    row are NaN.
-    """
+    """Returns the temperature of each row, or NaN if it is invalid, so that the results of the row are NaN."""
     if temperatures is None:
         return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
     else:

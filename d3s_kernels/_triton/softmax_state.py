@@ -19,10 +19,8 @@ LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 @triton.jit
 def add(m, s, scaled_t, z, scale):
-    """Adds the elements of a tuple ``z`` to the states of the lanes.
-
-    This takes one exponential for each element, and one exponential for the old state. ``scaled_t`` is T * ``scale``;
-    ``scale`` = log2(e) / temperature turns distances into exponents of 2.
+    """Adds the elements of the tuple ``z`` to the lanes' states. ``scale`` = log2(e) / temperature turns distances into
+    exponents of 2; ``scaled_t`` is T * ``scale``.
     """
     top = m
     for i in tl.static_range(len(z)):

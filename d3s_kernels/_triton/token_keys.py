@@ -22,9 +22,7 @@ def share(ratio, slack, present):
 
 @triton.jit
 def number(k, present, times):
-    """Returns how many values are kept: ``k`` for each of ``times`` pooled segments, at most ``present``. For an
-    unchecked k below 1, this is 0.
-    """
+    """Returns how many values are kept: ``k`` for each of ``times`` pooled segments, up to ``present``; 0 if k < 1."""
     return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
 
 

@@ -1,9 +1,9 @@
 """topk_mask and the selection of tokens in Triton. Each segment has its own program.
 
 A segment of up to 16,384 values is held in registers. The program then guesses a bound, counts the values that reach
-the bound, and makes the next guess from the counts, until exactly k values reach the bound. Each guess is compared with
-all values, which takes most of the time. A longer segment is read five times, part by part. Four passes find the bound
-from histograms, each over 8 bits of the order keys, as in ``csrc/cuda/key_search.h``. The fifth pass writes the mask.
+the bound, and makes the next guess from the counts, until exactly k values reach the bound. A longer segment is read
+five times, part by part. Four passes find the bound from histograms, each over 8 bits of the order keys, as in
+``csrc/cuda/key_search.h``. The fifth pass writes the mask.
 
 A segment is a row or, if the segments are pooled, the whole batch. The ops return NotImplemented in two cases: if
 segments are longer than LARGEST, where plain PyTorch is as fast, and if there are offsets, since then only the device
@@ -64,21 +64,20 @@ def select_top(
 
 @triton.jit
 def number_of(true):
-    """Returns how many elements are true, as a float.
-
-    On NVIDIA GPUs, a comparison yields 0.0 or 1.0 directly, while an integer would need a select.
+    """Returns how many elements are true, as a float: on NVIDIA GPUs, a comparison yields 0.0 or 1.0 directly, while an
+    integer would need a select.
     """
     return tl.sum(tl.where(true, 1.0, 0.0), 0)
 
 
 @triton.jit
 def lower_bound(values, present, kept):
-    """Finds a bound that exactly ``kept`` values reach. If ties make this impossible, finds the value of the tie.
+    """Returns a bound that exactly ``kept`` values reach, and how many values reach it. If ties make this impossible,
+    the bound is the value of the tie.
 
-    Returns the bound, and how many values reach it. The key of the bound is always in low .. high - 1. A guess assumes
-    that the values in this range are evenly spread, but is pulled towards the middle, so that mostly the smaller part
-    of the range is left. The range that is left never has more than ``half`` keys, and ``half`` is halved for each
-    guess. So the search ends after at most 32 guesses.
+    The key of the bound is always in low .. high - 1. A guess assumes that the values in this range are evenly spread,
+    but is pulled towards the middle, so that mostly the smaller part of the range is left. The new range never has more
+    than ``half`` keys. Since each guess halves ``half``, the search ends after at most 32 guesses.
     """
     low = order_key(tl.min(values, 0))
     high = order_key(tl.max(values, 0)) + 1
@@ -188,10 +187,7 @@ def _spread(advantages: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _quota(ratio: NumberOrTensor, k: NumberOrTensor = NOTHING, times: int = 1) -> dict[str, Any]:
-    """Returns the quota as kernel arguments.
-
-    A ratio that is given as a Python number is passed as its bits, since no kernel takes a float.
-    """
+    """Returns the quota as kernel arguments. A Python ratio is passed as its bits, since no kernel takes a float."""
     (bits,) = struct.unpack("q", struct.pack("d", ratio.number or 0.0))
     return {"ratio_bits": bits, "ratio": ratio.tensor, "k": k.number, "k_tensor": k.tensor, "times": times}
 
