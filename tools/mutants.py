@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "ops: the backward does not know the mask",
         "csrc/ops/logprob_entropy.cpp",
-        "argument.set_tile(tile);\n  argument.set_labels(labels);\n  argument.set_mask(mask);",
-        "argument.set_tile(tile);\n  argument.set_labels(labels);",
+        "argument.set_labels(given.labels);\n  argument.set_mask(mask);",
+        "argument.set_labels(given.labels);",
         "tests/test_logprob_entropy.py",
     ),
     Mutant(

@@ -38,6 +38,14 @@ struct Tile {
   OptionalInt first_token;
 };
 
+// The gradients of the results, the logits, and the other tensors from which the gradient of the logits is computed.
+struct GradientArguments {
+  OptionalTensor grad_logprob, grad_entropy;
+  Tensor logits;
+  OptionalTensor labels;
+  Tensor entropy, row_max, log_sum;
+};
+
 struct SoftcapArgument {
   OptionalFloat number;
 
@@ -56,6 +64,9 @@ template <>
 struct Parameter<SegmentsArgument> : Together<SegmentsArgument, OptionalTensor, OptionalInt, bool> {};
 template <>
 struct Parameter<Tile> : Together<Tile, OptionalInt> {};
+template <>
+struct Parameter<GradientArguments>
+    : Together<GradientArguments, OptionalTensor, OptionalTensor, Tensor, OptionalTensor, Tensor, Tensor, Tensor> {};
 template <>
 struct Parameter<SoftcapArgument> : Together<SoftcapArgument, OptionalFloat> {};
 
@@ -85,20 +96,19 @@ class LogitsArgument {
 };
 
 // The tensors from which the gradient of each row is computed. The object owns the tensors that `rows` points into.
-class GradientsArgument {
+class CheckedGradients {
  public:
-  GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
-                    const Tensor& row_max, const Tensor& log_sum, const Tensor& logits, int64_t dims) {
+  CheckedGradients(const GradientArguments& given, int64_t dims) {
     const auto checked = [&](const char* argument, const Tensor& tensor) {
       require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
-      owners_.push_back(require_per_row(argument, tensor, logits, dims));
+      owners_.push_back(require_per_row(argument, tensor, given.logits, dims));
       return data<float>(owners_.back());
     };
-    if (grad_logprob) rows.g_logprob = checked("grad_logprob", *grad_logprob);
-    if (grad_entropy) rows.g_entropy = checked("grad_entropy", *grad_entropy);
-    rows.entropy = checked("entropy", entropy);
-    rows.row_max = checked("row_max", row_max);
-    rows.log_sum = checked("log_sum", log_sum);
+    if (given.grad_logprob) rows.g_logprob = checked("grad_logprob", *given.grad_logprob);
+    if (given.grad_entropy) rows.g_entropy = checked("grad_entropy", *given.grad_entropy);
+    rows.entropy = checked("entropy", given.entropy);
+    rows.row_max = checked("row_max", given.row_max);
+    rows.log_sum = checked("log_sum", given.log_sum);
   }
 
   RowGradients rows;

@@ -8,19 +8,18 @@ namespace {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
-                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                                 const Tensor& row_max, const Tensor& log_sum, int64_t kept_of,
+FourTensors kept_logits_backward(const GradientArguments& given, int64_t kept_of,
                                  const TemperatureArgument& temperature, const SoftcapArgument& softcap,
                                  const OptionalTensor& mask, const Tile& tile, const SamplingMask& sampling_mask) {
+  const Tensor& logits = given.logits;
   LogitsArgument argument(logits, temperature);
   argument.set_kept_alone(sampling_mask, kept_of);
   argument.set_tile(tile);
   const float cap = softcap.checked();
-  argument.set_labels(labels);
+  argument.set_labels(given.labels);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask);
-  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  const CheckedGradients gradients(given, argument.dims);
   const int64_t places = logits.size(1);
   const Tensor grad = empty({places}, ScalarType::Float, logits), rows = empty({places}, ScalarType::Int, logits),
                tokens = empty({places}, ScalarType::Int, logits),

@@ -131,16 +131,15 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
   return outputs;
 }
 
-Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
-                                const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                                const Tensor& row_max, const Tensor& log_sum, const TemperatureArgument& temperature,
+Tensor logprob_entropy_backward(const GradientArguments& given, const TemperatureArgument& temperature,
                                 const OptionalTensor& mask, const Tile& tile, const SamplingMask& sampling_mask) {
+  const Tensor& logits = given.logits;
   LogitsArgument argument(logits, temperature);
   argument.set_tile(tile);
-  argument.set_labels(labels);
+  argument.set_labels(given.labels);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask);
-  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  const CheckedGradients gradients(given, argument.dims);
   TorchDevice device(logits);
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
   row_gradients(argument.rows, gradients.rows, {out.mutable_data_ptr(), argument.rows.type, rows_of("logits", out)},
@@ -162,17 +161,16 @@ GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
   return out;
 }
 
-void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
-                               const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                               const Tensor& row_max, const Tensor& log_sum, const Tile& tile,
-                               const TemperatureArgument& temperature, const std::optional<ScalarType>& grad_dtype) {
+void logprob_entropy_backward_(const GradientArguments& given, const Tile& tile, const TemperatureArgument& temperature,
+                               const std::optional<ScalarType>& grad_dtype) {
+  const Tensor& logits = given.logits;
   LogitsArgument argument(logits, temperature);
   argument.set_tile(tile);
   for (int64_t i = 0; i < argument.dims; ++i)
     require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
             "its rows overlap; takes a tensor that can be written in place");
-  argument.set_labels(labels);
-  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  argument.set_labels(given.labels);
+  const CheckedGradients gradients(given, argument.dims);
   const GradientOutput out = gradient_in_place(logits, argument.rows, grad_dtype);
   TorchDevice device(logits);
   row_gradients(argument.rows, gradients.rows, out, device);
