@@ -1,21 +1,20 @@
-// Sorts entries in shared or global memory. The threads of one warp, or of one block, do this together.
+// Sorts entries in shared or global memory with the threads of one warp or of one block.
 #pragma once
 
 #include "collective.h"
 
 namespace d3s {
 
-// The integers that are sorted. An entry has a key in the high bits, and an index in the low bits. So among equal keys,
-// lower indices come first.
+// An entry has a key in the high bits and an index in the low bits. So among equal keys, lower indices come first.
 using Entry = unsigned long long;
 
-// How many times loops are unrolled. A warp runs this code only for segments that are longer than the caller declared,
-// which is rare. So the loops of a warp are not unrolled, to keep the code small.
+// The unroll factor of loops. A warp sorts here only if a segment is longer than the caller declared. This is rare, so
+// small code is preferred to fast code.
 template <class Group>
 constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
-// Sorts n entries; n need not be a power of two. Every exchange puts the smaller entry first. So padding entries, with
-// the largest possible value, would never move. Therefore, no padding is stored.
+// Sorts n entries. n need not be a power of two: every exchange puts the smaller entry first, so padding with the
+// largest possible value would never move, and is not stored.
 template <class Group>
 __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;

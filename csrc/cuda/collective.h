@@ -1,6 +1,5 @@
-// Sums, maxima and scans over the threads of a warp or of a block. Each of them always adds or compares in the same
-// order. CUB is not used here: it does not promise the order of its sums, and the emulation (tests/cuda_shim) would
-// need its own version of CUB.
+// Sums, maxima and scans over the threads of a warp or of a block, always in the same order. CUB is not used, since it
+// does not promise this order, and the emulation (tests/cuda_shim) would need its own version.
 #pragma once
 
 #include "cuda.h"
@@ -46,7 +45,7 @@ __device__ __forceinline__ T warp_inclusive_sum(T value) {
   return value;
 }
 
-// Returns the sum over the lanes before this lane. Adds this sum to `value`.
+// Returns the sum over the lanes before this lane, and adds it to `value`.
 template <class T>
 __device__ __forceinline__ T warp_exclusive_sum(T& value) {
   value = warp_inclusive_sum(value);
@@ -54,10 +53,10 @@ __device__ __forceinline__ T warp_exclusive_sum(T& value) {
   return threadIdx.x % kWarp > 0 ? before : T{};
 }
 
-// A single warp as a group of threads. `rank` is the lane of a thread.
+// A single warp as a group of threads. `rank` is the thread's lane.
 struct WarpGroup {
   static constexpr int kSharedBytes = 0;
-  static constexpr int kMostThreads = 4 * kWarp;  // the maximum for a block, which has several such warps
+  static constexpr int kMostThreads = 4 * kWarp;  // the maximum for a block, which contains several such groups
 
   int rank, size = kWarp;
 
@@ -68,7 +67,6 @@ struct WarpGroup {
   __device__ T reduce(T value, const Op& op) const {
     return warp_reduce(value, op);
   }
-  // Returns the sum over the threads before this thread.
   template <class T>
   __device__ T exclusive_sum(T value) const {
     return warp_exclusive_sum(value);
@@ -80,18 +78,16 @@ struct WarpGroup {
     total = __shfl_sync(kAllLanes, value, kWarp - 1);
     return before;
   }
-  // Returns the sum over the warps before this warp. This is 0, since the group has no other warps.
+  // The group has no warps before this warp.
   template <class T>
   __device__ T sum_before_warp(T) const {
     return T{};
   }
 };
 
-// A whole block as a group of threads. The size of the block must be a power of two, and at least kWarp.
-//
-// A floating-point sum depends on the order of additions, so each thread adds the sums of the warps one after the
-// other. For integers, the order does not matter, so the lanes of a warp reduce the values of all warps by shuffles.
-// This takes only a fifth of the code.
+// A block as a group of threads. The size of the block must be a power of two, and at least kWarp. Floating-point sums
+// depend on the order of additions, so each thread adds the sums of the warps one after the other. For integers, the
+// order does not matter, and shuffles take only a fifth of the code.
 struct BlockGroup {
   static constexpr int kSharedBytes = kWarp * 8;  // one value for each warp
   static constexpr int kMostThreads = 1024;
@@ -128,7 +124,6 @@ struct BlockGroup {
     return exclusive_sum(value, total);
   }
 
-  // Returns the sum over the threads before this thread, and sets `total` to the sum over all threads.
   template <class T>
   __device__ T exclusive_sum(T value, T& total) const {
     T up_to = value;
@@ -160,8 +155,8 @@ struct BlockGroup {
     return __shfl_sync(kAllLanes, exclusive_sum(rank % kWarp == 0 ? own : T{}), 0);
   }
 
-  // Cuts [begin, end) into one stretch for each warp, in the order of the warps, and sets [from, to) to this warp's
-  // stretch. So if a warp goes through its stretch in order, it only needs the counts of the warps before it.
+  // Cuts [begin, end) into one stretch for each warp, and sets [from, to) to this warp's stretch. All indices before
+  // this stretch belong to earlier warps.
   template <class Int>
   __device__ void warp_stretch(Int begin, Int end, Int& from, Int& to) const {
     const int log_warps = 31 - __clz(warps());

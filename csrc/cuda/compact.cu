@@ -1,8 +1,8 @@
 // compact: writes the indices of a mask's true values, in row-major order, to a tensor of fixed size.
 //
-// The first launch reads the mask and writes one bit, a flag, for each value. So the second launch reads an eighth of
-// the bytes of the mask. No block waits for another block: in the second launch, each block itself adds up the counts
-// that the first launch wrote.
+// The first launch writes one bit, a flag, for each value of the mask. So the second launch reads an eighth of the
+// mask's bytes. No block waits for another block: each block of the second launch adds up all counts of the first
+// launch.
 //
 //   launch            kernel       reads           -> writes
 //   compact           list_mask    mask            -> indices, count                (if one block is enough)
@@ -25,14 +25,13 @@ constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp handles 
 constexpr int kStep = kWarps * kStretch;  // values that a block handles at a time; 4 million values make 256 steps
 constexpr int kFlags = kStep / 16;        // 16-bit words of flags in a step: one for each vector
 
-// For up to 8 million values, a piece is one step. For more values, a piece is several steps, so that a lane adds up at
-// most 16 counts. There are at most 4 pieces for each multiprocessor of an H100. Their blocks have three times as many
-// bytes in flight as are needed to hide the memory latency.
+// Beyond 8 million values, a piece is several steps, so that a lane adds up at most 16 counts. An H100 gets at most 4
+// blocks for each multiprocessor. Their bytes in flight are three times what is needed to hide the memory latency.
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
-// A mask that is cut into steps, and into pieces of whole steps. The first step begins at the last aligned address at
-// or before the mask's first value. Each block has one piece.
+// A mask, cut into pieces of whole steps. Each block handles one piece. The first step begins at the last aligned
+// address at or before the mask's first value.
 struct Mask {
   const uint8_t* values;
   int64_t n, steps, steps_of_piece;
@@ -66,9 +65,8 @@ D3S_HOST_DEVICE uint32_t flags_of_word(uint32_t word) {
   return tops * 0x00204081u >> 28;  // gathers the top bits of the four bytes
 }
 
-// Returns the flags of the 16 values from index `at` on. If all of these values are in [from, to), the caller has
-// loaded them into `v`. Otherwise, an end of the mask is near: the values in [from, to) are read one by one here, and
-// the others count as false.
+// Returns the flags of the 16 values from index `at` on. If all of these values are in [from, to), they are in `v`.
+// Otherwise, the values in [from, to) are read one by one, and the others count as false.
 __device__ uint32_t flags_of(const uint4& v, const uint8_t* values, int at, int from, int to) {
   if (at >= from && at + 16 <= to)
     return flags_of_word(v.x) | flags_of_word(v.y) << 4 | flags_of_word(v.z) << 8 | flags_of_word(v.w) << 12;
@@ -103,13 +101,12 @@ __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
 }
 
 // Returns the position of an entry in a warp's list. Positions are swizzled, so that the lanes of a warp write to 32
-// banks, and not to a single bank, if all values are true.
+// banks instead of one bank, if all values are true.
 D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
 
-// Writes the indices of a step's true values to indices[next] and the slots after it. Returns how many values are true.
-// `bits` has the flags of the thread's 64 values. Each warp first lists its true values in shared memory, then copies
-// the list to neighbouring slots. So the work grows with the number of true values. If all values are true, whole
-// memory sectors are written.
+// Writes the indices of a step's true values to the slots from `next` on. Returns how many values are true. `bits` has
+// the flags of the thread's 64 values. Each warp lists its true values in shared memory, then copies the list. So the
+// work grows with the number of true values, and whole memory sectors are written.
 __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outputs& out, Shared& shared, int half) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int (&counts)[kWarps] = shared.counts[half];
@@ -138,7 +135,7 @@ __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outpu
   return all;
 }
 
-// Writes the count, and writes -1 to all slots after the last index. The blocks share this work.
+// Writes the count, and writes -1 to all slots after the last index. All blocks share this work.
 __device__ void finish(int64_t total, const Outputs& out) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *out.count = total;
 #pragma unroll 1
@@ -193,7 +190,7 @@ void compact_indices(const uint8_t* values, int64_t n, int64_t* indices, int64_t
                      Device& device) {
   const Mask mask(values, n);
   const Outputs out{indices, capacity, count};
-  // If the capacity is larger than the mask, there are more blocks than pieces. These blocks help to write -1.
+  // If the capacity is larger than the mask, additional blocks help to write -1.
   const int64_t blocks = std::max(int64_t{mask.pieces}, std::min(ceil_div(capacity, kStep), kMostPieces));
   if (blocks <= 1) {
     launch("compact", list_mask, 1, kThreads, sizeof(Shared), device, mask, out);

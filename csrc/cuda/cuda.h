@@ -1,6 +1,6 @@
 // The parts of CUDA that the kernels use. The tests also compile the kernels for the CPU (D3S_EMULATED), where threads
-// are fibres (tests/cuda_shim). So only this file contains code that only nvcc can compile, such as launches and inline
-// assembly. All such code also has a plain C++ version for the CPU, in this file or in the shim.
+// are fibres (tests/cuda_shim). So code that only nvcc can compile, such as launches and inline assembly, is only in
+// this file, and has a plain C++ version here or in the shim.
 #pragma once
 
 #if defined(D3S_EMULATED)
@@ -41,7 +41,7 @@ inline int device_attribute(const Device& device, cudaDeviceAttr attribute) {
 }
 
 #if !defined(D3S_EMULATED)
-// Hooks for the tests. They do nothing here: only the emulated device counts launches and scores.
+// Hooks for the tests: only the emulated device counts launches and scores.
 inline void note_launch(const char*, int64_t, int, size_t) {}
 D3S_HOST_DEVICE void note_scores(int) {}
 
@@ -61,16 +61,16 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 constexpr size_t kSharedWithoutAsking = 48 << 10;
 
-// Launches a kernel. Does nothing if `blocks` is 0. The grid is one-dimensional, since a second dimension could have at
-// most 65,535 blocks.
+// Launches a kernel, unless `blocks` is 0. The grid has one dimension, since a second dimension could have at most
+// 65,535 blocks.
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
             const Device& device, const Args&... args) {
   if (blocks <= 0) return;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string("d3s_kernels: ") + name + ": too many blocks");
   require_success(cudaSetDevice(device.index), "cudaSetDevice");
-  // Sets the limit to the maximum of the device, not to the bytes that this launch needs. The limit is an attribute of
-  // the kernel, and another host thread may be launching the same kernel with more shared memory.
+  // The limit is set to the maximum of the device, not to `shared_bytes`, since it is an attribute of the kernel, and
+  // another host thread may be launching the same kernel with more shared memory.
   if (shared_bytes > kSharedWithoutAsking)
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)),
@@ -95,9 +95,8 @@ D3S_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
-// Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both
-// floats with one instruction, which rounds each float by itself. On other GPUs this takes two instructions, with
-// bitwise equal results.
+// Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both with
+// one instruction, which rounds each float by itself. Other code uses two, with bitwise equal results.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -115,8 +114,8 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// Returns 1 for a finite x, else NaN. The compiler must not know that the value is 1. If it knew, it would copy the
-// constant 1 into a register pair again for each float, instead of keeping the 1 in a register.
+// Returns 1 for a finite x, else NaN. If the compiler knew that this is 1, it would copy the constant into a register
+// pair again for each float, instead of keeping it in a register.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
 // weighted() returns {weight, weight * value}. add_weighted() returns {sums.low + weight, sums.high + weight * value}.
@@ -168,7 +167,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Loads data that only one thread reads, and only once. The data is not kept in the L1 cache.
+// Loads data that is read only once. It is not kept in the L1 cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -183,8 +182,7 @@ __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); 
 // Loads from memory that the kernel itself may write.
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
-// Stores v with one instruction. For `*p = v`, nvcc may emit four stores of 4 bytes instead, if the words of v are
-// computed.
+// Stores v with one instruction. For `*p = v`, nvcc may emit four stores, if the words of v are computed.
 __device__ __forceinline__ void store_plain(uint4* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -200,8 +198,8 @@ __device__ __forceinline__ Pair unpack(uint32_t word, Tag<float16>) {
   return z;
 }
 
-// Compares the low halves of two words, and the high halves. Returns a word with the larger values. If one of two
-// values is NaN, the result is the other value.
+// Returns a word with the maximum of the low halves and the maximum of the high halves. If one of two values is NaN,
+// the result is the other value.
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;

@@ -35,6 +35,6 @@ Faults faults_of(PublicOp op) {
 
 }  // namespace d3s
 
-// Called by d3s_kernels/_dispatch/faults.py. Returns the address of the pointer `memory`. The memory is [ops][faults]:
-// one byte for each kind of fault of each op, in the order of the enums.
+// Returns the address of `memory` to d3s_kernels/_dispatch/faults.py. The memory is [ops][kinds of faults], one byte
+// for each, in the order of the enums.
 extern "C" __attribute__((visibility("default"))) unsigned char* const* d3s_kernels_faults() { return &d3s::memory; }

@@ -1,8 +1,7 @@
 // group_advantages: computes (reward - mean) / (standard deviation + eps), with the mean of the reward's group.
 //
-// A warp handles a small group, and a block handles a large group. Only the length of the group decides whether a warp
-// or a block handles it: warps and blocks add in different orders, and a group's results must be bitwise equal whatever
-// other groups there are.
+// A warp handles a small group, and a block handles a large group. Only the group's length decides this, since warps
+// and blocks add in different orders, and the results must be bitwise equal whatever other groups there are.
 //
 //   launch                      kernel             reads             -> writes
 //   group_advantages (batch)    batch_deviation    rewards           -> batch   (scale="batch" only; one block)
@@ -19,8 +18,7 @@ constexpr int kThreads = 128;
 constexpr int kBatchThreads = BlockGroup::kMostThreads;
 constexpr int64_t kLargeGroup = 512;  // a group of at least this length is handled by a block
 
-// The statistics of some rewards. They are computed in double, in two passes: first the mean, then the sum of the
-// squared differences from the mean.
+// The statistics are computed in two passes: first `mean`, then `squares`, the sum of squared differences from `mean`.
 struct Statistics {
   double mean, squares;
   int64_t count;
@@ -119,8 +117,8 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
       launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups, sizes,
              options, static_cast<const double*>(batch), out, device.faults);
     };
-    // If there are offsets, only the device knows the lengths. Then both launches are needed, unless there are too few
-    // rewards for a large group.
+    // With offsets, only the device knows the lengths. Then both launches are needed, unless there are too few rewards
+    // for a large group.
     const int64_t shortest = groups.ragged() ? 0 : groups.length;
     const int64_t longest = groups.ragged() ? rewards.total : groups.length;
     if (shortest < kLargeGroup)

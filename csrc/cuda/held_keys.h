@@ -1,4 +1,4 @@
-// Segments whose keys are held in the registers of a block or of a warp. Only the histograms are in shared memory.
+// Holds the keys of a segment in the registers of a block or of a warp. Only the histograms are in shared memory.
 #pragma once
 
 #include "key_mask.h"
@@ -27,7 +27,7 @@ class HeldRow : public MaskRow {
     for (int j = 0; j < kHeld; ++j) body(first(group) + j * kWarp, keys_[j]);
   }
 
-  // Stores the mask of each of the thread's vectors: the word bytes(keys).
+  // Stores the word bytes(keys) as the mask of each of the thread's vectors.
   template <class Group, class Bytes>
   __device__ __forceinline__ void store_stretch(const Group& group, const Bytes& bytes) const {
     const int own = first(group);
@@ -48,8 +48,8 @@ class HeldRow : public MaskRow {
   uint4 keys_[kHeld];
 };
 
-// The number of bits in a digit, if kWarps warps search together. There are eight bins for each thread. So a small
-// number of warps needs more digits, but does not take longer to add up the bins than to count the keys.
+// The number of bits in a digit, if kWarps warps search together. There are eight bins for each thread. Fewer warps
+// need more digits, but do not take longer to add up the bins than to count the keys.
 template <int kWarps>
 constexpr int kDigitBits = 1 + kDigitBits<kWarps / 2>;
 template <>
@@ -68,9 +68,8 @@ struct HeldRoom {
 };
 
 // Finds one more digit, like find_digit() in key_search.h, and sets all counts to 0. start(sum of all counts, count of
-// the lowest bin) returns the state of the search. `prefix` is the prefix of the keys in the lowest bin. A thread reads
-// each of its bins only once, and reads them all at the same time. The lanes of a warp add up their bins before the
-// first barrier.
+// the lowest bin) returns the state of the search before this digit. `prefix` is the prefix of the keys in the lowest
+// bin.
 template <int kWarps, class Group, class Start>
 __device__ __forceinline__ Found<int> find_digit(HeldRoom<kWarps>& room, int shift, uint32_t prefix, const Group& group,
                                                  const Start& start) {

@@ -7,13 +7,13 @@ namespace d3s {
 namespace {
 
 // Returns the index of a row's first stretch. The indices of the row's other stretches follow. No two rows share an
-// index. Some indices may stay unused, so no scan over the rows is needed to compute an index.
+// index. Some indices may stay unused, so this needs no scan over the rows.
 __device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
   return spans.begin(row) / kStretch + row;
 }
-// Returns the row that a stretch belongs to, or a negative number if it belongs to no row. Offsets do not decrease, so
-// two offsets narrow the search, mostly to one or two rows. A binary search over all rows would load a dozen offsets,
-// one after the other. If the offsets are bad, the result is an arbitrary row or a negative number.
+// Returns the row of a stretch, or a negative number if there is none. Offsets do not decrease, so two offsets narrow
+// the search, mostly to one or two rows. A binary search over all rows would load a dozen offsets, one after the other.
+// If the offsets are bad, the result is an arbitrary row or a negative number.
 __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
   const int64_t most = stretch < spans.count ? stretch : spans.count - 1;
   if (most < 0) return -1;
@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t begin = first + n * kStretch, end = begin + kStretch < last ? begin + kStretch : last;
   if (begin >= end) return;
   ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
-  // The label's term follows the last term of the span. No load of a term's values waits for another load, so that as
-  // many loads as possible are in flight.
+  // The label's term follows the last term of the span. The three loads of a term do not wait for each other.
   const auto term_at = [&](int64_t i) {
     const int64_t place = begin + i < end ? begin + i : spans.limit + row;
     const int64_t of_row = gradient.rows[place], token = gradient.tokens[place];
@@ -60,9 +59,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     total.write(row_of<To>(out, row), false, out_aligned);
 }
 
-// Writes the rows that sum_rows does not finish. These are undefined rows, which become NaN, and rows whose places fill
-// several stretches. If the offsets are bad, some stretches belong to no row and were never summed. Their sums are not
-// needed, since then every row with a gradient is undefined.
+// Writes the rows that sum_rows does not finish: undefined rows, which become NaN, and rows with several stretches. If
+// the offsets are bad, some stretches have no sums. They are not needed, since then every row with a gradient is
+// undefined.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,

@@ -1,6 +1,6 @@
 // Computes the results of rows that have a span of a sampling mask. Only the kept logits of these rows are read. A warp
 // handles a short span, and a block handles a long span. So the order of a row's sums depends only on the length of the
-// row's own span.
+// span.
 #pragma once
 
 #include "row_gradient.h"
@@ -11,8 +11,7 @@ namespace {  // internal linkage, like the states of core/softmax_state.h
 
 constexpr int kSpanThreads = 256;
 constexpr int kSpanWarps = kSpanThreads / kWarp;  // rows of a block
-// The maximum number of tokens in a short span. A warp loads this many tokens in 8 batches, in some 10 us. A longer
-// span is handled by a whole block.
+// The maximum number of tokens in a short span. A warp loads this many tokens in 8 batches, in some 10 us.
 constexpr int kLongSpan = 1024;
 constexpr int kGathered = 4;  // logits that a thread loads before it uses the first
 
@@ -23,12 +22,10 @@ struct KeptShare {
   bool bad_token;
 };
 
-// Whether an id of a span is not a token, which is possible since spans may be unchecked. A bad id has no column, so no
-// logit is read for this id.
+// Whether an id of a span is not a token; spans may be unchecked. A bad id has no column, so no logit is read for it.
 __device__ inline bool is_bad(const LogitsRows& rows, int64_t token) { return token < 0 || token >= rows.vocabulary; }
 
-// Computes a warp's share of the result for a span. Each thread reads the tokens first, first + step, ... of the span.
-// The results of the warp's threads are merged.
+// Returns a warp's share of a span's result. Each thread reads the tokens first, first + step, ... of the span.
 template <class T>
 __device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, int first, int step) {
   const T* logits = row_at<T>(rows, row);
@@ -108,8 +105,8 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
   write_row(row, statistics, label == kNoTarget ? 0.f : log_probability(label_logit, statistics, temperature), sink);
 }
 
-// Writes the results of all rows that have a span or are masked out. Counts all other rows in `dense_rows`, unless
-// `dense_rows` is null.
+// Writes the results of rows that have a span or are masked out. Counts the other rows in `dense_rows`, unless it is
+// null.
 template <class T>
 __global__ void __launch_bounds__(kSpanThreads)
     rows_with_span(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink, int* dense_rows) {
@@ -156,8 +153,7 @@ __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __g
     write_row(row, {NAN, NAN, NAN}, rows.labels[row] == kNoTarget ? 0.f : NAN, sink);
 }
 
-// Writes the gradient of a piece [begin, end) of a row with a span. First fills the piece with 0, then writes the
-// gradients of the kept tokens. All threads of a block call this.
+// Writes the gradient of a piece [begin, end) of a row with a span. All threads of a block call this.
 template <class T>
 __device__ void write_kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int begin,
                                      int end, T* gradient) {

@@ -1,9 +1,7 @@
 // Sums over places, for the kernels of kept_products.cu. Each place stands for a row of a matrix and a factor. A sum
-// over places is the sum of these rows, each multiplied by its factor.
-//
-// If a long span or a frequent token has more than kStretch places, several blocks compute the sum together. The places
-// are cut into stretches, and the first stretch begins at the first place of the span or token. So the sum is bitwise
-// equal whatever other spans or tokens there are.
+// over places is the sum of these rows, each multiplied by its factor. If a span or a token has more than kStretch
+// places, several blocks compute its sum. The first stretch begins at the first place of the span or token, so that the
+// sum is bitwise equal whatever other spans or tokens there are.
 #pragma once
 
 #include "../ops/kept_products.h"
@@ -36,7 +34,7 @@ __device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, boo
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// The index of a matrix row, and the factor that the row is multiplied by. If `row` is -1, there is no term.
+// The index of a matrix row, and the factor for this row. If `row` is -1, there is no term.
 struct Term {
   int32_t row = -1;
   float factor = 0.f;
@@ -58,8 +56,7 @@ __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool ad
   }
 }
 
-// Does the same as write_vector(), for the columns of a row from `first` on. The row may have fewer columns left than
-// there are sums.
+// Like write_vector(), but for the columns of a row from `first` on, which may be fewer than the sums.
 template <class T, class To>
 __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t first, int64_t columns, bool add,
                            bool aligned) {
@@ -94,7 +91,7 @@ struct ColumnSums {
       for (int of_lane = 0; of_lane < count; of_lane += kBatch) add_batch(matrix, wide, own, of_lane);
     }
   }
-  // Adds the kBatch terms that lane `of_lane` and the lanes after it looked up.
+  // Adds the terms that kBatch lanes, from `of_lane` on, have looked up.
   __device__ void add_batch(const Matrix& matrix, bool wide, const Term& own, int of_lane) {
     Term terms[kBatch];
 #pragma unroll
@@ -143,8 +140,8 @@ struct ColumnSums {
   }
 };
 
-// These functions divide a row into vectors, one for each thread. There are pieces_of() blocks with threads_for()
-// threads each. The vectors are divided equally among the blocks, so that no warp is idle.
+// A row is divided among pieces_of() blocks of threads_for() threads, one vector for each thread. All blocks have the
+// same number of warps, so that no warp is idle.
 template <class T>
 int64_t warps_of(int64_t columns) {
   const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
@@ -159,10 +156,9 @@ int threads_for(int64_t columns) {
   return static_cast<int>(ceil_div(warps_of<T>(columns), pieces_of<T>(columns))) * kWarp;
 }
 
-// The sums of the stretches of long runs. If a run of places is longer than a stretch, several blocks share the run.
-// Each stretch has a slot for `columns` floats and for the sum of the stretch's factors. The index of a run's first
-// slot is the number of half stretches before the run. A run of n stretches covers at least n half stretches, so two
-// runs never use the same slot.
+// The sums of the stretches of long runs (more than kStretch places). Each stretch has a slot for `columns` floats and
+// the sum of its factors. The index of a run's first slot is the number of half stretches before the run. A run of n
+// stretches covers at least n half stretches, so two runs never use the same slot.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;

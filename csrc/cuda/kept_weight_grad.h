@@ -10,8 +10,8 @@ namespace {
 constexpr int kShort = 16;  // a warp adds up runs of at most this many places; must not exceed kWarp
 constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// Writes the entries that are sorted later. The entry of a place is the place's token. A place without a gradient gets
-// the largest entry, so that it comes last.
+// Writes the entries to sort. The entry of a place is its token. A place without a gradient gets the largest entry, so
+// that it comes last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -20,7 +20,7 @@ __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int6
   indices[place] = static_cast<uint32_t>(place);
 }
 
-// The places, sorted by token. The places of one token are neighbours after the sort; they are called the token's run.
+// The places, sorted by token. The places of one token, which are neighbours, are called the token's run.
 struct Runs {
   SortedEntries sorted;
   int64_t count;
@@ -61,8 +61,8 @@ template <class T, int kCount>
 struct LaneSums {
   float sums[kCount][kPerVector<T>] = {};
 
-  // Each lane of the warp has looked up one term, `own`. Adds the terms of the first `count` lanes. load(row, j)
-  // returns this lane's vector j of a row.
+  // Adds the terms of the first `count` lanes. `own` is this lane's term. load(row, j) returns this lane's vector j of
+  // a row.
   template <class Load>
   __device__ void add(const Matrix& hidden, const Term& own, int count, const Load& load) {
 #pragma unroll 1
@@ -88,7 +88,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
   constexpr int64_t kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   if (first >= runs.count) return;
-  // No load here depends on the result of another load, so the loads run at the same time.
+  // The loads here do not wait for each other.
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[first]), i = first + lane;
   const uint32_t place = i < runs.count ? runs.sorted.indices[i] : 0;
   const bool mine = runs.has(i, token), begins = !runs.has(first - 1, token), ends = !runs.has(first + kShort, token);
@@ -106,7 +106,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) write_vector<T>(total.sums[j], to + column + j * kStep, true);
   }
-  // As long as any lane has a column left, all lanes stay in the loop, since the lanes exchange terms inside the loop.
+  // All lanes stay in the loop while any lane has a column left, since add() exchanges terms between lanes.
   for (; column - lane * kPerVector<T> < hidden.columns; column += kStep) {
     LaneSums<T, 1> total;
     total.add(hidden, own, count,
@@ -121,8 +121,8 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 }
 
 // A block adds up one stretch of a longer run, for a piece of the columns. There is a block for each index i that is a
-// multiple of kShort. The first stretch of a run belongs to the block of the first such index in the run. A later
-// stretch belongs to the block of the last such index at or before the beginning of the stretch.
+// multiple of kShort. The first stretch of a run belongs to the first such index in the run. A later stretch belongs to
+// the last such index at or before the stretch's beginning.
 template <class T, class To>
 __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
                             int64_t piece, bool aligned, bool out_aligned, const StretchSums& stretches,
@@ -148,7 +148,7 @@ __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, 
 }
 
 // The first blocks handle the stretches of long runs, since these take the most time. After these blocks, there is one
-// warp for each sorted place. Blocks and warps without work return immediately.
+// warp for each place.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,

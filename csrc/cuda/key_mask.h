@@ -1,5 +1,5 @@
-// Writes the mask of a row of keys, after the k-th largest key has been found. All larger keys are kept. The keys that
-// equal the k-th largest key are called ties; the first few ties are kept.
+// Writes the mask of a row of keys, after the search for the k-th largest key. All larger keys are kept. The keys that
+// equal the k-th largest key are called ties. As many ties as needed are kept, from the first on.
 #pragma once
 
 #include "key_search.h"
@@ -14,15 +14,14 @@ struct Cut {
   bool all_ties;
 };
 
-// The result of writing a mask: how many of the k largest scores are dropped because they are 0, and the lowest key
-// that is kept.
+// The result of writing a mask: how many zeros among the k largest scores are dropped, and the lowest kept key.
 struct Kept {
   uint32_t zeros;
   uint32_t lowest;
 };
 
-// Returns the cut that follows from a search. If all keys with the digits found so far are kept, the cut is the lowest
-// possible key with these digits. If no key is kept, the cut is above all keys.
+// Returns the cut after a search. If all keys with the digits found so far are kept, its key is the lowest possible key
+// with these digits. If no key is kept, its key is above all keys.
 D3S_HOST_DEVICE Cut cut_at(const Found<int>& found) {
   if (found.k == 0) return {UINT32_MAX, 0, true};
   return {found.prefix << found.shift, found.left, found.keeps_all()};
@@ -35,10 +34,9 @@ D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t seg
   if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
 }
 
-// The mask of a row of keys. The row is cut into vectors of four neighbouring keys (in names, a vector is called
-// `four`). A vector begins where the mask's address is a multiple of 4, so that the four bytes of its mask are stored
-// as one word. The first and the last vector may be partly outside of the row. Positions count from the start of the
-// first vector.
+// The mask of a row of keys. The row is cut into vectors of four neighbouring keys, called `four` in names. A vector
+// begins where the mask's address is a multiple of 4, so that its four mask bytes are stored as one word. The first and
+// the last vector may be partly outside of the row. Positions count from the start of the first vector.
 class MaskRow {
  public:
   __device__ MaskRow(bool* mask, int count)
@@ -66,8 +64,8 @@ class MaskRow {
   bool* mask_;
 };
 
-// A row of keys in memory. Padded keys were written by the kernel itself: their vectors are aligned, and positions of
-// the first and last vector that are outside of the row have the key kAbsent.
+// A row of keys in memory. Padded keys were written by the kernel itself: their vectors are aligned, and positions
+// outside of the row have the key kAbsent.
 template <bool kPadded>
 class KeyRow : public MaskRow {
  public:
@@ -90,7 +88,7 @@ class KeyRow : public MaskRow {
     for (int four = from + lane; four - lane < to; four += kWarp) body(four, four < to ? load(four) : uint4{});
   }
 
-  // Stores the mask of each of the thread's vectors in the stretch: the word bytes(keys).
+  // Stores the word bytes(keys) as the mask of each of the thread's vectors in the stretch.
   template <class Bytes>
   __device__ __forceinline__ void store_stretch(const BlockGroup& block, const Bytes& bytes) const {
     int from, to;
@@ -134,9 +132,9 @@ __device__ __forceinline__ int before_lane(int own, int& all) {
   return before;
 }
 
-// Returns which of this lane's four keys are among the first `wanted` ties of the warp's stretch. Both `ties` and the
-// result have one byte for each key. In `ties`, the byte is 1 if the key is a tie. `tie` is the number of ties in the
-// stretch before the warp's current vectors. The ties in these vectors are added to `tie`.
+// Returns which of this lane's four keys are among the first `wanted` ties of the warp's stretch. `ties` says which of
+// them are ties. Both have one byte, 0 or 1, for each key. `tie`, the number of ties in the stretch before the warp's
+// current vectors, is increased by the ties in these vectors.
 __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   int all;
   const int before = before_lane(__popc(ties), all);
@@ -151,16 +149,15 @@ __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   return kept;
 }
 
-// Takes (that is, keeps) all keys that are at least `floor`. If zeros are dropped, the keys of zeros are counted
-// instead of taken.
+// Takes (keeps) all keys that are at least `floor`. If zeros are dropped, they are counted instead of taken.
 class Taker {
  public:
   // `floor` must be above 0, so that kAbsent is not taken.
   __device__ Taker(uint32_t floor, const Quota& quota) : floor_(floor), drop_(quota.drop_zeros && floor <= kZeroKey) {}
 
-  // Returns a word with one byte for each key: 1 if the key is taken, else 0. The height of a key is key - floor_. If
-  // the key is taken, its height is at most UINT32_MAX - floor_. If the key is below floor_, the subtraction wraps
-  // around, and the height is larger. So the lowest height belongs to the lowest taken key.
+  // Returns a word with one byte for each key: 1 if the key is taken, else 0. The height of a key is key - floor_, at
+  // most UINT32_MAX - floor_ for taken keys. For keys below floor_, the subtraction wraps around to a larger height. So
+  // the lowest height belongs to the lowest taken key.
   __device__ __forceinline__ uint32_t take(const uint4& keys) {
     uint4 heights = make_uint4(keys.x - floor_, keys.y - floor_, keys.z - floor_, keys.w - floor_);
     if (drop_)
@@ -182,8 +179,8 @@ class Taker {
 };
 
 // Writes the mask of a row. Returns the result for this thread's keys. If only some of the ties are kept, the ties are
-// counted first. Each warp has one stretch of the row, so all ties of earlier warps have lower indices. In each stretch
-// but one, either all ties are kept, or no tie is kept.
+// counted first. Each warp has one stretch of the row, so all ties of earlier warps have lower indices. In at most one
+// stretch, only some of the ties are kept.
 template <class Row, class Group>
 __device__ Kept write_mask(const Row& row, const Cut& cut, const Quota& quota, const Group& block) {
   const auto is_tie = [&](uint32_t key) { return key == cut.key; };

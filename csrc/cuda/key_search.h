@@ -1,7 +1,7 @@
-// The search for the k-th largest key of a segment, for all kernels of top-K selection. The search finds one digit
-// after the other. To find the next digit, it makes a histogram of this digit over all keys that have the digits found
-// so far. All counts are integers, so the order in which atomics add them does not matter. Histograms in shared memory
-// are incremented by plain atomics, since one instruction (ATOMS.POPC.INC) adds all lanes with the same bin.
+// Searches for the k-th largest key of a segment, for all kernels of top-K selection. To find the next digit of the
+// key, the search makes a histogram of this digit over all keys that have the digits found so far. Counts are integers,
+// so the order of atomic additions does not matter. In shared memory, these are plain atomics, since one instruction
+// (ATOMS.POPC.INC) adds all lanes with the same bin.
 #pragma once
 
 #include "../core/key_search.h"
@@ -65,9 +65,9 @@ __device__ __forceinline__ void count_first_digits(uint32_t* histogram, const ui
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> shift], 1u);
 }
 
-// Counts the next digit of the keys that have the digits found so far. `lowest` is the lowest possible key with these
-// digits, and must be above 0. All other keys are counted in an extra bin after the last bin, since a branch for each
-// key would take twice as long. The minimum comes before the shift, since a difference and a minimum together take one
+// Counts the next digit of the keys that have the digits found so far. `lowest`, the lowest possible key with these
+// digits, must be above 0. All other keys are counted in an extra bin after the last bin, since a branch for each key
+// would take twice as long. The minimum comes before the shift, since a difference and a minimum together take one
 // instruction.
 __device__ __forceinline__ void count_any_keys(uint32_t* histogram, const uint4& keys, const Digit& digit,
                                                uint32_t lowest) {
@@ -109,9 +109,8 @@ __device__ __forceinline__ int64_t add_bins(const int64_t* bins, int count, int 
 
 // Finds one more digit, from the counts of the digit's bins. start(sum of all counts) returns the state of the search
 // before this digit. All threads of the block must call this, after a barrier. Each warp adds up some of the bins; the
-// first warp has the highest bins. Then the warp whose bins contain the k-th largest key looks for the bin of this key.
-// If the counts contradict the search, no key is kept. This can happen only if a caller of an op passes in wrong
-// counts. If kClear is true, the counts are set to 0 after use.
+// first warp has the highest bins. If the caller of an op passes in counts that contradict the search, no key is kept.
+// If kClear is true, the counts are set to 0 after use.
 template <bool kClear = false, class Bin, class Count, class Start>
 __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockGroup& block, FoundRoom<Count>& room,
                                    const Start& start) {
@@ -153,8 +152,7 @@ __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockG
 }
 
 // Finds the first digit. The quota decides how many keys to keep, from the number of keys other than kAbsent. If the
-// counts include kAbsent, `absent` must be the number of keys that are kAbsent. They are in the lowest bin, which has
-// no other keys.
+// counts include kAbsent, `absent` must be the count of the lowest bin, which has no other keys.
 template <bool kClear = false, class Bin, class Count>
 __device__ Found<Count> find_first_digit(Bin* counts, const Digit& digit, const Quota& quota, const BlockGroup& block,
                                          FoundRoom<Count>& room, Count absent = 0) {

@@ -1,10 +1,9 @@
 // The kernels of logprob_entropy and logprob_entropy_backward. Each of these two ops makes one pass over the logits.
 //
-// A row is cut into slices of a fixed size. In a slice, every thread of a block has a softmax state. Each warp merges
-// the states of its lanes, then the states of the warps are merged, and finally the states of the slices, from left to
-// right. If there are many rows, one block handles a whole row, and needs no barrier before the end of the row. If
-// there are few rows, each slice gets a block. Both variants add the same values in the same order, so a row's result
-// is bitwise equal in any batch.
+// A row is cut into slices of a fixed size. In a slice, every thread of a block has a softmax state. The states are
+// merged over the lanes of each warp, then over the warps, and finally over the slices, from left to right. If there
+// are many rows, a block handles a whole row, with a single barrier at the end of the row. If there are few rows, each
+// slice gets a block. Both variants add in the same order, so a row's result is bitwise equal in any batch.
 //
 //   launch                     kernel            reads                                   -> writes
 //   logprob_entropy            whole_rows        logits, labels                          -> outputs, keys
@@ -17,8 +16,8 @@
 //   … with a sampling mask     with_spans        as above, spans                         -> out
 //   … in half precision        narrow_gradients  as above                                -> front half of logits
 //
-// For a tile, the kernels read and write `states` instead of writing outputs and keys. If there is a sampling mask,
-// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the other rows.
+// For a tile, the kernels read and write `states` instead of writing outputs and keys. With a sampling mask,
+// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the others.
 #include "kept_logits.h"
 
 namespace d3s {
@@ -26,8 +25,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-// Three blocks have 1,536 threads, each with 64 bytes in flight. This is three times as much as is needed to hide the
-// memory latency. The code for misaligned rows takes more registers, so only two blocks fit.
+// Three blocks have 1,536 threads, each with 64 bytes in flight: three times what is needed to hide the memory latency.
+// The code for misaligned rows takes more registers, so only two blocks fit.
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
@@ -46,8 +45,8 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   constexpr int kApart = kWarp * kPerVector<T>;  // from one vector of a lane to the lane's next vector
   constexpr int kReach =
       kApart * (kInFlight - 1) + kPerVector<T>;  // the length of the range that a lane's vectors span
-  // `own` is the index of the lane's first element, which is `ahead` elements after the warp's first element. `end` is
-  // also moved by `ahead`, so that all lanes of a warp leave the loop in the same iteration.
+  // `own` is the index of the lane's first element, `ahead` elements after the warp's first element. `end` is also
+  // moved by `ahead`, so that all lanes of a warp leave the loop in the same iteration.
   const int ahead = lane * kPerVector<T>;
   const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
@@ -66,13 +65,13 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   return warp_merge(state.state(scale), 1.f / temperature);
 }
 
-// Merges the shares of a slice's warps. Each lane below kWarps loads one share.
+// Merges the shares of a slice's warps.
 __device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperature) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
 }
 
-// Writes a row's result, computed from the row's state; for a tile, writes only the state. Only one thread calls this.
+// Writes a row's result; for a tile, writes the row's state. Only one thread calls this.
 template <class T>
 __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
   const int64_t label = rows.column(rows.labels[row]);
@@ -173,8 +172,7 @@ void dispatch_rows(const LogitsRows& rows, const Body& body) {
   });
 }
 
-// The maximum number of slices whose shares fit in the default amount of shared memory. This is enough for 8 million
-// tokens, far more than any vocabulary has.
+// The maximum number of slices whose shares fit in the default amount of shared memory; enough for 8 million tokens.
 constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
 
 constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // indices in a row, and past the row's end, are ints
@@ -187,8 +185,8 @@ void require_columns(int64_t columns) {
 
 void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
-  // If each row got a block, but the rows were too few to fill the GPU twice, some multiprocessors would be idle from
-  // the start, or while the last rows finish.
+  // If the rows do not fill the GPU twice, one block for each row would leave some multiprocessors idle, from the start
+  // or while the last rows finish.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
   dispatch_rows(rows, [&](auto tag, auto aligned) {
@@ -260,8 +258,8 @@ __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
   return vector_of<T>(g);
 }
 
-// Reads the vector at p, in memory that this kernel may also write. If the gradient overwrites the logits, both have
-// the same alignment, so `shift` is 0. Then each vector is read only by the thread that later writes it.
+// Loads the vector at p. If the gradient overwrites the logits, both have the same alignment, so `shift` is 0. Then
+// each vector is read only by the thread that later writes it.
 template <class T>
 __device__ uint4 load_logits(const T* p, int shift) {
   const auto* from = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(p) - shift);
@@ -292,8 +290,8 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
   for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  // The thread whose vector contains the label writes the label's gradient again at the end. The thread reads the
-  // label's logit here, since its vectors may overwrite the logit later.
+  // The thread whose vector contains the label writes the label's gradient again at the end. It reads the label's logit
+  // here, since the loop may overwrite the logit.
   const int at = label - first_whole;
   const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
   T* const label_place = has_label ? gradient + label : nullptr;
@@ -332,9 +330,8 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
     write_piece<T, kAligned>(rows, gradients, row, begin, end, gradient);
 }
 
-// Six blocks fit on a multiprocessor, with 40 registers for each thread. While some blocks wait for the values from
-// which a row's gradient is computed, the others keep the memory busy. The code for misaligned rows needs 48 registers,
-// so only five blocks fit.
+// Six blocks fit on a multiprocessor, with 40 registers for each thread. While some blocks wait for a row's statistics,
+// the others keep the memory busy. The code for misaligned rows needs 48 registers, so only five blocks fit.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
@@ -349,16 +346,14 @@ __global__ void __launch_bounds__(kGradientThreads)
   write_gradient_of_block<T, false, true>(rows, gradients, out, out_layout);
 }
 
-// The number of float32 logits that a thread loads before it uses the first logit. Loads of single logits are used
-// instead of vectors, so that a row may begin at any address; a warp then loads 128 bytes at a time. This is fast
-// enough: an element takes some 22 instructions, and the memory traffic of an element (6 bytes, at 4.3 TB/s) takes as
-// long as 40 instructions.
+// The number of float32 logits that a thread loads before it uses the first logit. Logits are loaded one by one, so
+// that a row may begin at any address. This is fast enough: an element takes some 22 instructions, and its memory
+// traffic (6 bytes, at 4.3 TB/s) takes as long as 40 instructions.
 constexpr int kNarrowInFlight = 16;
 constexpr int kNarrowStep = kGradientThreads * kNarrowInFlight;
 
 // Writes a row's gradient over the front half of the same row. A block goes through the row from left to right. A step
-// overwrites only logits of this step and of earlier steps. All threads have read these logits when they pass the
-// step's barrier.
+// overwrites only logits that all threads have read before the step's barrier.
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
     narrow_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
@@ -396,7 +391,7 @@ __global__ void __launch_bounds__(kGradientThreads)
 
 }  // namespace
 
-// The thread that computes a row's entropy also computes the row's key. So no kernel loads H, A and the mask again.
+// The thread that computes a row's entropy also computes its key, so no kernel loads H, A and the mask again.
 const bool kMakesKeys = true;
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device) {

@@ -1,19 +1,18 @@
 // max_variance_select: selects the k values with the largest variance in each segment. The kernels sort the values, try
 // every split (the first i and the last k - i values), and mark the values of the best split.
 //
-// If the host knows a bound on the lengths, the bound decides how segments are sorted. If it is at most 128 values,
-// some lanes of a warp sort each segment in registers. If it is at most 4,096 values, a block sorts each segment in
-// shared memory. Both take a single launch. If the bound is above 4,096 values, all segments are sorted together
-// (segment_sort.h), and after that, blocks try the splits of all segments (max_variance_stretches.h). Without a bound,
-// warps handle the segments of up to 128 values, and blocks handle the others.
+// If the host knows a bound on the lengths, the bound decides how segments are sorted. Up to 128 values, some lanes of
+// a warp sort each segment in registers. Up to 4,096 values, a block sorts each segment in shared memory. Both take a
+// single launch. Beyond that, all segments are sorted together (segment_sort.h), and then blocks try the splits
+// (max_variance_stretches.h). Without a bound, warps handle segments of up to 128 values, and blocks handle the others.
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (groups)    select_groups       values, mask        -> out
 //   max_variance_select             select_segments     values, mask        -> out (beyond 128 values)
 //   max_variance_select (keys)      make_entries        values, mask        -> entries, indices
 //   sort (its own launches)         sort_entries        entries, indices    -> sorted
-//   max_variance_select (sums)      sum_stretches       sorted              -> sums
-//   max_variance_select (splits)    find_sorted_ends    sorted, sums        -> ends
+//   max_variance_select (sums)      sum_stretches       sorted              -> sums, ends[].usable
+//   max_variance_select (splits)    find_sorted_ends    sorted, sums        -> spreads, best, ends
 //   max_variance_select (mask)      write_sorted_mask   sorted, ends        -> out
 #include "../ops/rollouts.h"
 #include "max_variance_memory.h"
@@ -45,7 +44,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, block,
                    out + begin);
   };
-  // There are two calls, so that the compiler knows that the entries of the first call are in shared memory.
+  // There are two calls, so that the compiler knows that the first call's entries are in shared memory.
   if (n <= sizes.holds)
     select(reinterpret_cast<Entry*>(shared + SplitBlock::kSharedBytes));
   else
@@ -113,9 +112,9 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// Writes the index and the entry of each value. The entry has the segment in the high bits, and the value's key in the
-// low bits. If there is only one segment, CUB sorts by the bits of the key only, in as many launches as for 32-bit
-// keys. This kernel also sets `finished` to 0, which saves a launch.
+// Writes the index and the entry of each value: the segment in the high bits, and the value's key in the low bits. If
+// there is only one segment, CUB sorts by the key's bits only, in as many launches as for 32-bit keys. This kernel also
+// sets `finished` to 0, which saves a launch.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices, uint32_t* finished) {
@@ -170,9 +169,8 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
 // ---- which kernels, and how many threads -------------------------------------------------------------------------
 
 constexpr int64_t kWarpSegment = 32 * kPerLane;
-// The longest segment that a block sorts: 32 KB of entries, which fit in the default amount of shared memory. For
-// 16,384 entries, a block would need 105 steps. Each step would take some 2,000 cycles, for the accesses to shared
-// memory. A sort by many blocks takes much less time.
+// The longest segment that a block sorts. Its 32 KB of entries fit in the default amount of shared memory. For 16,384
+// entries, a block would need 105 steps of some 2,000 cycles each, much more time than a sort by many blocks.
 constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }

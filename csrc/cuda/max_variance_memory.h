@@ -1,5 +1,4 @@
-// Finds the k values with the largest variance in a segment. The sorted keys of the segment are in shared or global
-// memory.
+// Finds the k values with the largest variance in a segment whose keys are in shared or global memory.
 #pragma once
 
 #include "bitonic_sort.h"
@@ -7,8 +6,7 @@
 
 namespace d3s {
 
-// Returns the entry of a value, which consists of the value's order key and the value's index. Unusable values sort
-// last.
+// Returns the entry of a value: its order key and its index. Unusable values sort last.
 D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
 D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
 
@@ -20,7 +18,7 @@ constexpr int kSplits = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
 namespace {  // internal linkage, like Moments
 
-// One thread's share of the moments of splits. The shares of all threads are added up.
+// One thread's share of the moments of splits.
 struct SplitSums {
   Moments high;   // over the thread's keys among the last k keys
   Moments moved;  // the changes that the thread's exchanges cause, between two splits
@@ -75,8 +73,8 @@ struct SplitBlock : BlockGroup {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of_warps_[rank / kWarp * kCount + i] = numbers[i];
   }
-  // Sets `sums` to the sums over all warps. The warps are added one after the other, and before(warp) is called before
-  // a warp is added. During this call, `sums` contains the sums over the warps before `warp`.
+  // Sets `sums` to the sums over all warps. Before a warp is added, calls before(warp); `sums` then contains the sums
+  // over the warps before `warp`.
   template <int kCount, class Body>
   __device__ void get(double (&sums)[kCount], const Body& before) const {
 #pragma unroll
@@ -119,11 +117,10 @@ __device__ inline Moments running_sum(const Moments& start, const Moments& moved
 
 }  // namespace
 
-// The splits of n sorted keys, where n > k > 1. `at(i)` is the i-th key.
-//
-// Split i has the first i and the last k - i keys. Split i + 1 has key i instead of key n - k + i. So the moments of
-// all splits are a running sum over these exchanges of keys. The group of threads tries the splits in rounds. In a
-// round, each thread takes a few neighbouring splits, so that the threads of a warp also load neighbouring keys.
+// The splits of n sorted keys, where n > k > 1. `at(i)` is the i-th key. Split i has the first i and the last k - i
+// keys. Split i + 1 has key i instead of key n - k + i. So the moments of all splits are a running sum over these
+// exchanges of keys. In each round, every thread tries a few neighbouring splits, so that a warp loads neighbouring
+// keys.
 template <class Keys, class Group>
 class Splits {
  public:
@@ -151,8 +148,7 @@ class Splits {
   }
 
   // Calls body(split, spread) for the splits in [from, to), where `to` is at most k + 1. share() returns this thread's
-  // share of the moments of split `from`. The shares are added up together with the exchanges. If share() loads values,
-  // these loads run at the same time as the loads of keys.
+  // share of the moments of split `from`. Its loads run at the same time as the loads of keys.
   template <class Share, class Body>
   __device__ void for_each(const Share& share, int from, int to, const Body& body) const {
     Moments start;
@@ -209,8 +205,7 @@ __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   return group.reduce(chosen, Max());
 }
 
-// Whether no splits need to be tried, since the lowest values are kept. This is so if all values are kept, or if only
-// one value is kept, which has no variance.
+// Whether no splits need to be tried: all values are kept, or only the lowest value, since one value has no variance.
 D3S_HOST_DEVICE bool keeps_lowest(int64_t usable, int64_t keep) { return usable <= keep || keep <= 1; }
 D3S_HOST_DEVICE Ends lowest(int64_t usable, int64_t keep) { return {usable < keep ? usable : keep, 0, usable}; }
 
@@ -243,8 +238,8 @@ __device__ void select_segment(const T* values, const bool* mask, int n, int64_t
 #pragma unroll kTurns
   for (int rank = group.rank; rank < n; rank += group.size) {
     const auto index = static_cast<uint32_t>(entries[rank]);
-    // If unchecked offsets are bad, segments may overlap. They then overwrite each other's entries in global memory, so
-    // that an index may be out of bounds.
+    // If offsets are bad, segments may overlap and overwrite each other's entries, so that an index may be out of
+    // bounds.
     if (index < static_cast<uint32_t>(n)) out[index] = ends.keeps(rank);
   }
 }

@@ -1,10 +1,6 @@
 // Finds the best split of each long segment. The sorted keys are in global memory. The splits of a segment are cut into
 // stretches, and each stretch gets a block. The length of a stretch depends only on the length of its own segment, so
 // that the sums of a segment are bitwise equal in any batch.
-//
-//   launch                          kernel              reads               -> writes
-//   max_variance_select (sums)      sum_stretches       sorted              -> sums, ends[].usable
-//   max_variance_select (splits)    find_sorted_ends    sorted, sums        -> spreads, best, ends
 #pragma once
 
 #include <cstring>
@@ -18,9 +14,8 @@ namespace {
 
 constexpr int kStretchThreads = 256;
 constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
-// In a segment of fewer than kMostOfOneRound values, a stretch is one round. In a longer segment, a stretch is several
-// rounds, so that there are at most some 4,000 stretches. More stretches would take too long, since each block adds up
-// the sums of all stretches before its own stretch.
+// For segments below this length, a stretch is one round. For longer segments, a stretch is several rounds, so that
+// there are at most some 4,000 stretches: each block adds up the sums of all stretches before its own stretch.
 constexpr int kMostOfOneRound = 1 << 22;
 
 struct SortedSegments {
@@ -35,11 +30,10 @@ struct SortedSegments {
   double* spreads;  // [values]: split i is at the segment's i-th value; no segment has more splits than values
 };
 
-// The stretch that a block handles. The first blocks handle the first stretch of each segment; even an empty segment
-// has such a block. For the later stretches, the sorted values of all segments together are cut into rounds, and there
-// is one block for each round. A later stretch belongs to the block of the round in which the stretch begins. No two
-// later stretches begin in the same round: the stretches of a segment begin at least a round apart, and the second
-// stretch begins at least a round after the segment's first value.
+// The stretch that a block handles. The first blocks handle stretch 0 of each segment; even an empty segment has such a
+// block. For later stretches, there is a block for each multiple of kRound among the indices of all sorted values. The
+// block of the i-th multiple after a segment's first value handles stretch i of this segment. These multiples are
+// enough, since a stretch is at least a round long.
 struct Stretch {
   int64_t segment, begin, keep;
   int64_t from = -1;  // the first split of the stretch; -1 if the block has no stretch
@@ -76,9 +70,8 @@ struct SortedKeys {
   __device__ uint32_t operator()(int i) const { return static_cast<uint32_t>(entries[i]); }
 };
 
-// Returns how many of n sorted keys are usable. Usable keys come first, so the block searches for the first unusable
-// key. In each round of the search, every thread tries one key. The search takes two rounds for 65,536 keys, or one
-// round if all of these are usable.
+// Returns how many of n sorted keys are usable. Usable keys come first. In each step of the search, every thread tries
+// one key. The search takes two steps for 65,536 keys, or one step if all of these are usable.
 __device__ inline int count_usable(const SortedKeys& at, int n, const SplitBlock& block) {
   int low = 0, high = n;  // keys before `low` are usable, keys from `high` on are not
   while (low < high) {

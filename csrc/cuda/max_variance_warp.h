@@ -1,9 +1,9 @@
-// Finds the k values with the largest variance in a group. The values are in the registers of a few lanes of a warp.
+// Finds the k values with the largest variance in a group whose values are in the registers of a few lanes of a warp.
 //
-// Only keys are sorted, by shuffles. The best split of the sorted keys gives two cuts. A value is kept if its key is
-// below the first cut, or not below the second cut; ties are decided by counting equal keys. So the sort does not move
-// indices, which would triple its work. An exchange of keys is one shuffle and one minimum; an exchange of keys with
-// indices would be two shuffles, two comparisons and two selections.
+// Only keys are sorted, by shuffles. Moving indices too would triple the work: an exchange of keys is one shuffle and
+// one minimum; an exchange of keys with indices would be two shuffles, two comparisons and two selections. The best
+// split of the sorted keys gives two cuts. A value is kept if its key is below the first cut, or not below the second
+// cut; ties are decided by counting equal keys.
 //
 // The groups of a warp may differ in length. Every step runs for all groups, even if only some of them need the step.
 #pragma once
@@ -34,18 +34,16 @@ __device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
 // would have no warp if there are 1,024 groups.
 constexpr int kPerLane = 4;
 
-// Says which sorted entries are kept. The `usable` entries come first; of these, the first `low` and the last `high`
-// are kept.
+// Of the first `usable` sorted entries, the first `low` and the last `high` are kept.
 struct Ends {
   int64_t low, high, usable;
 
   D3S_HOST_DEVICE bool keeps(int64_t rank) const { return rank < low || (rank >= usable - high && rank < usable); }
 };
 
-// The kLanes neighbouring lanes that hold a group. All lanes of the warp take part in every call.
-//
-// Before the sort, key r of a lane belongs to the value at index `rank + r * kLanes`, so that neighbouring lanes load
-// neighbouring values. After the sort, key r is at position `rank * kPerLane + r` of the sorted keys.
+// The kLanes neighbouring lanes that hold a group. All lanes of the warp take part in every call. Before the sort, key
+// r of a lane belongs to the value at index `rank + r * kLanes`, so that neighbouring lanes load neighbouring values.
+// After the sort, key r is at position `rank * kPerLane + r` of the sorted keys.
 template <int kLanes>
 struct Lanes {
   static constexpr int kCapacity = kLanes * kPerLane;
@@ -64,7 +62,7 @@ struct Lanes {
     return __ballot_sync(kAllLanes, predicate) & (kAllLanes >> (kWarp - kLanes) << first);
   }
 
-  // If kBefore is true, returns the sum over the lanes before this lane, else over the lanes after this lane.
+  // Returns the sum over the lanes before this lane if kBefore is true, else over the lanes after this lane.
   template <bool kBefore>
   __device__ double sum_of_others(double value) const {
     double sum = 0.0;
@@ -139,8 +137,8 @@ struct Lanes {
   // ---- splits ----------------------------------------------------------------------------------------------------
 
   // Returns how many of the k kept keys come from the low end of n sorted keys, if n > k > 1. A lane tries split i for
-  // each position i of its own keys. Split i has the keys at the positions before i. For each position from i to k - 1,
-  // it also has the partner of this position: the key that is n - k positions later.
+  // each position i of its own keys. Split i has the keys at positions below i. For each position from i to k - 1, it
+  // also has the position's partner: the key that is n - k positions later.
   __device__ int best_split(const uint32_t (&sorted)[kPerLane], int n, int k) const {
     const double shift = order_key_value(at(sorted, n / 2)), count = k;
     uint32_t partners[kPerLane];

@@ -1,5 +1,5 @@
-// These functions note on the device that arguments are invalid. In one kernel of each op, all threads of the grid call
-// them once, before the kernel's work starts. At that time, few registers are in use.
+// Notes invalid arguments on the device. In one kernel of each op, all threads call these functions once, before the
+// kernel's work, when few registers are in use.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -7,8 +7,7 @@
 
 namespace d3s {
 
-// This function is not inlined, so that it does not change the machine code of the rest of the kernel. It is called
-// only if there are offsets.
+// This function is not inlined, so that it does not change the machine code of the rest of the kernel.
 __device__ D3S_NOINLINE inline void note_any_offsets(const Segments& segments, const Faults& faults) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
 #pragma unroll 1

@@ -1,7 +1,7 @@
 // The kernels of importance_ratio, entropy_groups and adaptive_clip. If the means of groups are needed, a block handles
-// a whole sequence: the block computes the sum of each group, and then writes a value for each token. Ragged sequences,
-// or a few long sequences, take two launches instead. In these launches, each warp handles 1,024 tokens, regardless of
-// where sequences begin and end. Sums are integers, so atomic additions give bitwise equal sums in any order.
+// a whole sequence: it computes the sum of each group, and then writes a value for each token. Ragged sequences, or a
+// few long sequences, take two launches, in which each warp handles 1,024 tokens, regardless of where sequences begin.
+// Sums are integers, so atomic additions give bitwise equal sums in any order.
 //
 //   launch                      kernel                reads (and mask, group ids)              -> writes
 //   importance_ratio            whole_sequences       logprob and old_logprob                  -> out
@@ -76,8 +76,7 @@ __device__ __forceinline__ void store(int8_t* p, uint32_t bytes) {
     *reinterpret_cast<uint32_t*>(p) = bytes;
 }
 
-// Whether kVector tokens can be loaded or stored together, if the index of their first token is a multiple of kVector.
-// Also true if p is null.
+// Whether kVector tokens can be loaded or stored together at each multiple of kVector. True if p is null.
 template <class T>
 bool has_vectors(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (kVector * sizeof(T)) == 0;
@@ -91,7 +90,7 @@ struct Part {
 
 // Calls body(width, first, step, end) for this thread's tokens. Each call covers up to kInFlight vectors. Vector j has
 // the `width` tokens from index first + j * step on, and exists if this index is below `end`. `width` is kVector for
-// whole vectors. It is 1 before the first and after the last whole vector, and everywhere if `vectors` is false.
+// whole vectors. It is 1 before and after them, and everywhere if `vectors` is false.
 template <class Body>
 __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const Body& body) {
   const auto each = [&](auto width, int64_t begin, int64_t end) {
@@ -128,7 +127,7 @@ struct Tokens {
   __device__ __forceinline__ float difference(int k) const { return has(k) ? a.at[k] - b.at[k] : 0.f; }
 };
 
-// The inputs of all tokens: the values in `a` and `b`, and the groups. If `b` is null, the values in `b` count as 0.
+// The inputs of all tokens. If `b` is null, its values count as 0.
 struct Terms {
   const float *a, *b;
   TokenGroups groups;
@@ -176,8 +175,7 @@ __device__ __forceinline__ void for_stretches(const TokenGroups& groups, const B
   }
 }
 
-// Returns the same as bounded_ratio(). From the code of bounded_ratio(), nvcc would make branches around the loads of
-// the bounds.
+// Returns bounded_ratio(), but without the branches that nvcc would make around the loads of the bounds.
 __device__ __forceinline__ float ratio_within(const LogBounds& bounds, float x) {
   const float low = bounds.low, high = bounds.high;
   return exponential(x < low ? low : x > high ? high : x);
@@ -193,8 +191,8 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
 }
 
 // A thread adds up its terms of a group in one word. The lower 52 bits have the sum of the terms, in the units of
-// exact_sum.h. The upper bits have the number of terms. There is room for 4,095 terms, since the sum of their units is
-// below 2^50. A part has at most kLong tokens, so a thread has at most 2,050 terms.
+// exact_sum.h, and the upper bits their count. There is room for 4,095 terms, whose sum is below 2^50 units. A part has
+// at most kLong tokens, so a thread has at most 2,050 terms.
 constexpr int kUnitBits = 52;
 constexpr int64_t kLong = int64_t{1} << 19;
 
@@ -240,8 +238,7 @@ __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, u
   if (!kGroups) *words = only;
 }
 
-// Adds the words of all threads of a part to `sums`. words[0] is the word of the first thread. Each warp adds the words
-// of some groups.
+// Adds the words of all threads of a part to `sums`. words[0] is the word of the first thread.
 template <bool kGroups>
 __device__ __forceinline__ void add_words(const uint64_t* words, const Part& part, ExactSum* sums) {
   for (int g = part.rank / kWarp; g < (kGroups ? kOwnGroups : 1); g += part.size / kWarp) {
@@ -287,8 +284,8 @@ struct Numbers {
 
 constexpr int kTable = kMostGroups + 2;  // one value for each group, from TokenGroups::kNone to kBad
 
-// Fills the table of a sequence. For tokens outside of sequences, `sums` is null, and the whole table is NaN. For bad
-// ids, the value in the table is NaN.
+// Fills the table of a sequence. Bad ids get NaN. For tokens outside of sequences, `sums` is null and all values are
+// NaN.
 __device__ __forceinline__ void fill_table(float* table, const ExactSum* sums, int groups, const Numbers& numbers,
                                            int rank) {
   const int group = rank - 1;
@@ -386,8 +383,8 @@ void write_group_numbers(const char* name, const char* name_of_sums, const float
 
 // ---- token by token ----------------------------------------------------------------------------------------------
 
-// Sets out[i] = value(i) for each i below n. `value` has two steps, loading and computing, so that a thread can load
-// several vectors before it computes with the first vector.
+// Sets out[i] = value(i) for each i below n. `value` has two steps, load() and of(), so that a thread can load several
+// vectors before it computes.
 template <class Out, class Value>
 __global__ void __launch_bounds__(kThreads)
     write_each(int64_t n, bool vectors, const __grid_constant__ Value value, Out* out) {

@@ -29,8 +29,7 @@ struct RowGradient {
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 
  private:
-  // Returns e * on_line. If e is 0, as for a logit of -inf, the result is 0, since the product could be 0 * inf. If e
-  // is NaN, the result is NaN.
+  // Returns e * on_line; 0 if e is 0 (a logit of -inf), even if on_line is infinite. If e is NaN, the result is NaN.
   __device__ static float product(float e, float on_line) { return e > 0.f ? e * on_line : e; }
 };
 

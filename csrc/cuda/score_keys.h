@@ -1,4 +1,4 @@
-// Computes the order keys of scores while the scores are loaded. So |A| * H is never stored.
+// Computes the order keys of scores while loading the scores. So |A| * H is never stored.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -23,8 +23,7 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
   }
 }
 
-// Throws if there are too many scores. Kernels use int for positions. A position that a block computes past the last
-// score must also fit in an int.
+// Throws if there are too many scores. Positions in kernels are ints, even positions past the last score.
 inline void require_places(int64_t scores) {
   constexpr int64_t kMost = 2'000'000'000;
   if (scores > kMost)
@@ -32,15 +31,13 @@ inline void require_places(int64_t scores) {
                                 std::to_string(kMost) + " on a GPU");
 }
 
-// The number of vectors that a thread loads before it uses the first vector. Here, a vector is four neighbouring
-// scores; in names, it is called `four`.
+// The number of vectors of four scores (`four` in names) that a thread loads before it uses the first vector.
 constexpr int kFoursInFlight = 2;
 
-// Loads scores and computes their keys. kLookUp matters only if there is one advantage for each sequence. If it is
-// true, the sequence of each position is looked up; if it is false, all positions are in one sequence. Vectors must
-// begin at position `origin`, or a multiple of 4 positions from there. If such vectors are aligned, each is loaded with
-// one instruction. kAtOnce: there are no per-token advantages, and the loads of the scores and of the mask do not wait
-// for each other.
+// Loads scores and computes their keys. Vectors must begin at position `origin`, or a multiple of 4 positions from
+// there. If such vectors are aligned, each is loaded with one instruction. kLookUp matters only for per-sequence
+// advantages: if true, the sequence of each position is looked up; if false, all positions are in one sequence.
+// kAtOnce: there are no per-token advantages, and the loads of scores and mask do not wait for each other.
 template <bool kLookUp, bool kAtOnce = false>
 class ScoreKeys {
  public:
@@ -162,8 +159,8 @@ class ScoreKeys {
     }
   }
 
-  // Computes the keys as if no value were NaN. If a value is NaN, which is rare, then corrects the keys. The test for
-  // NaN takes one instruction for two values.
+  // Computes the keys as if no value were NaN, and corrects them if a value is NaN, which is rare. The test for NaN
+  // takes one instruction for two values.
   template <int kCount>
   __device__ static void keys_of_numbers(const float (&values)[kCount][4], uint4 (&keys)[kCount]) {
     bool numbers = true;
@@ -259,8 +256,7 @@ class ScoreKeys {
     }
   }
 
-  // The sequence of the previous position. The next position's sequence is looked up only if the position is past the
-  // end of this sequence. So positions must ascend.
+  // The sequence of the previous position. Only positions past its end are looked up, so positions must ascend.
   struct Sequence {
     float advantage = 0.f;
     int end = -1;

@@ -1,6 +1,5 @@
-// Sorts the values of long segments by their keys, or the places of kept tokens by their tokens. The kernels of this
-// file sort up to 65,536 entries, in at most three launches. More entries are sorted by CUB, which takes twelve
-// launches.
+// Sorts entries. The kernels of this file sort up to 65,536 entries, in at most three launches. More entries are sorted
+// by CUB, which takes twelve launches.
 //
 //   launch         kernel        reads      -> writes
 //   sort (runs)    sort_runs     entries    -> runs: each block sorts 256 entries
@@ -17,7 +16,7 @@ namespace {
 // During the sort, an entry has its index in the low bits. So no two entries are equal, and the sort is stable.
 constexpr int kIndexBits = 16;
 constexpr int64_t kMostOwnEntries = int64_t{1} << kIndexBits;
-constexpr int kRun = 256;    // entries in a run; a block of as many threads sorts them
+constexpr int kRun = 256;    // entries in a run, and threads of the block that sorts them
 constexpr int kMerged = 16;  // runs that are merged into one run; 256 runs need two launches
 constexpr int kMergeThreads = 256;
 
@@ -35,9 +34,9 @@ __device__ __forceinline__ Entry warp_sorted(Entry own) {
   return own;
 }
 
-// Each warp sorts 32 entries. Then each thread finds the position of its own entry among all entries of the block. For
-// this, the thread searches the entries of each warp for the first entry that is not smaller than its own. The thread
-// runs these searches step by step together. Past the end, entries have the largest possible value.
+// Each warp sorts 32 entries. Then each thread counts the smaller entries of every warp by binary searches, which gives
+// the position of its own entry. The searches run step by step together. Past the end, entries have the largest
+// possible value.
 __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n, Entry* runs) {
   Entry* of_warps = dynamic_shared<Entry>();
   const int begin = static_cast<int>(blockIdx.x) * kRun, rank = static_cast<int>(threadIdx.x), i = begin + rank;
@@ -58,10 +57,9 @@ __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n
   if (place < min(kRun, n - begin)) runs[begin + place] = own;
 }
 
-// A thread finds the position of its own entry among the entries of kMerged runs. For this, the thread searches each
-// run for the first entry that is not smaller than its own. It runs these searches step by step together, so that
-// kMerged loads are in flight. This needs 74 registers. nvcc uses so many registers only because the launch bounds ask
-// for no more than three blocks.
+// Each thread counts the smaller entries of kMerged runs by binary searches, which gives the position of its own entry.
+// The searches run step by step together, so that kMerged loads are in flight. This needs 74 registers, which nvcc uses
+// only because the launch bounds ask for no more than three blocks.
 template <bool kLast>
 __global__ void __launch_bounds__(kMergeThreads, 3)
     merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {

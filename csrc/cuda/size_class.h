@@ -6,7 +6,7 @@
 
 namespace d3s {
 
-// A launch handles the segments with a length in [shortest, longest]; another launch handles the others.
+// A launch handles the segments with a length in [shortest, longest].
 struct SizeClass {
   int64_t shortest, longest;
   int64_t holds;  // a segment of up to this many values fits in registers or shared memory
@@ -14,8 +14,7 @@ struct SizeClass {
   D3S_HOST_DEVICE bool has(int64_t length) const { return length >= shortest && length <= longest; }
 };
 
-// Whether `longest` is a useful bound on the lengths. If there are offsets and the caller gave no bound, `longest` is
-// just the number of all values.
+// Whether `longest` is a useful bound on the lengths. If the caller gave no bound, `longest` equals `values`.
 inline bool lengths_are_bounded(const Segments& segments, int64_t longest, int64_t values) {
   return !segments.ragged() || longest < values || segments.count == 1;
 }

@@ -1,8 +1,6 @@
 // The inner loop of all kernels that compute entropies. In this loop, one thread computes its share of a row's softmax
-// state, from vectors of logits.
-//
-// The thread finds the maximum of a group of vectors, rescales its sums to the new maximum once, and then adds the
-// elements. An element costs one exponential. The loop never waits for another thread.
+// state. It finds the maximum of a group of vectors of logits, rescales its sums to the new maximum once, and then adds
+// the elements. An element costs one exponential. The loop never waits for another thread.
 #pragma once
 
 #include "../core/softmax_state.h"
@@ -15,11 +13,10 @@ namespace d3s {
 // NaN logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
-// The softmax state of one thread. The terms of eight elements are first added up in order, and then their sum is added
-// to the total. In one long sum, the rounding errors would all have the same sign if most logits of a vocabulary were
-// equal. Packed arithmetic does two operations with one instruction, and rounds each result separately. It is used for
-// the distances of two neighbouring elements, and for the two terms of an element. Even and odd elements never have
-// separate sums. So the results are bitwise equal with and without packed arithmetic.
+// The softmax state of one thread. The terms of eight elements are added up in order, and then their sum is added to
+// the total. In one long sum, the rounding errors would all have the same sign if most logits were equal. Packed
+// arithmetic (Pair) is used for the distances of two neighbouring elements, and for the two terms of an element. Even
+// and odd elements never have separate sums. So the results are bitwise equal with and without packed arithmetic.
 struct LaneState {
   float max = -FLT_MAX;
   // S and T * scale, with S and T as in core/softmax_state.h; scale = log2(e) / temperature turns distances into
@@ -62,14 +59,13 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  // Adds the terms of two elements to a sum. If `begins` is true, the sum begins with these elements. Then the first
-  // element's terms are stored instead of added to 0, which saves an instruction.
+  // Adds the terms of two elements to a sum. If the sum `begins` with them, the first element's terms are stored
+  // instead of added to 0, which saves an instruction.
   __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale, bool begins) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
     const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
-    // The scale is finite, so hidden_one(scale) is 1. If the temperature is not valid, the scale is NaN, and then the
-    // sums are NaN anyway.
+    // hidden_one(scale) is 1, unless the temperature is not valid. Then the scale is NaN, and the sums are NaN anyway.
     to = begins ? weighted(e.low, d.low, hidden_one(scale)) : add_weighted(to, e.low, d.low, hidden_one(scale));
     to = add_weighted(to, e.high, d.high, hidden_one(scale));
   }

@@ -1,12 +1,11 @@
 // topk_mask and select_tokens: select the k largest scores of each segment. Of equal scores, lower indices come first.
 //
 // If the keys of a segment fit in the shared memory of a block, one block handles the segment, in one launch. The block
-// reads the scores once and computes their keys; all later passes read only the keys. If all segments have the same
-// length of at most 8,192 scores, the keys are in registers instead (held_keys.h), and one warp handles a segment of at
-// most 1,024 scores. A segment that does not fit in shared memory is cut into pieces (topk_pieces.h). If there are
-// offsets but no bound on the lengths, the kernels for short segments and the kernels for long segments are both
-// launched, and each kernel skips the segments of the other kind. If a segment is longer than the caller declared, its
-// block keeps the keys in global memory. This is slower, but correct.
+// reads the scores once; all later passes read only the keys. If all segments have the same length of at most 8,192
+// scores, the keys are in registers instead (held_keys.h), and one warp handles a segment of at most 1,024 scores.
+// Longer segments are cut into pieces (topk_pieces.h). With offsets but no bound on the lengths, the kernels for short
+// and for long segments are launched, and each skips the segments of the other kind. If a segment is longer than the
+// caller declared, its block keeps the keys in global memory. This is slower, but correct.
 //
 //   launch             kernel            reads     -> writes
 //   topk_mask          select_segments   scores    -> mask, count, threshold
@@ -20,12 +19,11 @@
 namespace d3s {
 namespace {
 
-// The keys of segments in global memory. If unchecked offsets are bad, segments may overlap. Then they overwrite each
-// other's keys.
+// The keys of segments in global memory. If offsets are bad, segments may overlap and overwrite each other's keys.
 struct Spill {
   uint32_t* keys = nullptr;
 
-  static constexpr int kRoom = 8;  // the most slots that alignment adds before and after a segment
+  static constexpr int kRoom = 8;  // the maximum number of slots that alignment adds before and after a segment
   static int64_t size(int64_t values, int64_t segments) { return values + kRoom * (segments + 1); }
   __device__ uint32_t* of(int64_t begin, int64_t segment) const { return keys + (begin + 3) / 4 * 4 + kRoom * segment; }
 };
@@ -41,8 +39,8 @@ __device__ __forceinline__ void write_found(const Row& row, const Found<int>& fo
 }
 
 // kLookUp: a segment contains several sequences (a pooled batch), so the sequence of each score is looked up. kSpill:
-// some keys may be in global memory; if kSpill is false, the compiler knows that all keys are in shared memory.
-// kInFlight: the number of vectors (of four scores each) that a thread loads before it uses the first vector.
+// some keys may be in global memory; if false, the compiler knows that all keys are in shared memory. kInFlight: the
+// number of vectors of four scores that a thread loads before it uses the first vector.
 template <bool kLookUp, bool kSpill, int kInFlight = kFoursInFlight>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota,
@@ -87,8 +85,8 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
 }
 
 // select_held handles segments of equal length, without per-token advantages. kWarps warps hold the keys of a segment
-// in registers. Each thread holds kHeld vectors of four keys, and loads them all at the same time. Eight vectors take
-// 32 registers. A thread has 64 registers if 1,024 threads share a multiprocessor.
+// in registers. Each thread holds kHeld vectors of four keys, all loaded at the same time. Eight vectors take 32 of the
+// 64 registers that a thread has if 1,024 threads share a multiprocessor.
 template <int kWarps>
 struct Holders {
   using Group = std::conditional_t<kWarps == 1, WarpGroup, BlockGroup>;
@@ -146,8 +144,8 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
   write_found(row, found, quota, outputs, segment, group);
 }
 
-// Launches select_held with the smallest number of threads that can hold `fours` vectors of each segment. If there are
-// too many vectors even for the largest number of threads, launches nothing and returns false.
+// Launches select_held with the smallest number of threads that can hold `fours` vectors of each segment. If even the
+// largest number of threads is not enough, launches nothing and returns false.
 bool select_held_by(const Scores& scores, const Quota& quota, const Segments& segments, int64_t fours,
                     const SelectionOutputs& outputs, Device& device) {
   const auto by = [&](auto warps, auto held) {
@@ -165,22 +163,20 @@ bool select_held_by(const Scores& scores, const Quota& quota, const Segments& se
 }
 
 // The maximum length of each size class. If only the device knows the lengths, there is one launch for each size class.
-// In a single launch, blocks with short segments would need as much shared memory as blocks with long segments, and
-// would wait for it.
+// In a single launch, blocks with short segments would wait for as much shared memory as long segments need.
 constexpr int64_t kSizes[] = {2048, 8192, INT64_MAX};
 
-// Returns the number of threads in a block. It is as large as the registers allow if the shared memory of a
-// multiprocessor is filled with blocks. For example, a multiprocessor of an H100 has shared memory for five blocks of
-// 8,192 scores, and then 48 registers for each thread. A block has at least four warps, since few scores need as much
-// work on histograms as many scores.
+// Returns the number of threads in a block: as many as the registers allow if blocks fill the shared memory of a
+// multiprocessor. For example, an H100 has shared memory for five blocks of 8,192 scores, and then 48 registers for
+// each thread. A block has at least four warps, since few scores need as much work on histograms as many scores.
 int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
 
 // A thread has four vectors in flight if the segment has at least four vectors for each thread; in shorter segments,
 // some loads would contain no scores. This takes 60 registers, so only four blocks share a multiprocessor, but it is
-// still faster. It is not faster in blocks with more than 256 threads: for example, a multiprocessor has only one block
-// of 1,024 threads in either case.
+// faster. It is not faster with more than 256 threads: for example, a multiprocessor has only one block of 1,024
+// threads in either case.
 constexpr int kManyInFlight = 4, kFewThreads = 256;
 
 bool same(const Segments& a, const Segments& b) {

@@ -1,10 +1,8 @@
 // Top-K selection in segments that are too long for one block. The scores of all segments together are cut into pieces
-// of equal length, regardless of where segments begin. So the host need not know the lengths of the segments. Each pass
-// is a separate launch, so that no block waits for another block.
-//
-// The scores are read twice. The second pass knows the highest digit of the k-th largest key. So it decides all keys
-// except the keys with the same highest digit, mostly a few percent. It copies the undecided keys and their positions;
-// the later passes read only these copies.
+// of equal length, so the host need not know the lengths of the segments. Each pass is a separate launch, so that no
+// block waits for another block. The scores are read twice. The second pass knows the first digit of the k-th largest
+// key, so it decides all keys except those with the same first digit, mostly a few percent. It copies the undecided
+// keys and their positions; the later passes read only these copies.
 //
 //   launch                       kernel             reads                                 -> writes
 //   topk_mask (first digit)      count_first        scores                                -> histograms[0]
@@ -31,11 +29,11 @@ struct Selection {
   SelectionOutputs outputs;
 };
 
-// The state of the search in one long segment. All blocks with a piece of the segment share this state.
+// The state of the search in one long segment, shared by all blocks with a piece of the segment.
 struct alignas(16) Progress {
   uint32_t histograms[kDigits][kBins];
   Found<int> found[kDigits];
-  // `unkept` is the maximum of ~key over the kept keys. It is a maximum, since all this memory is 0 at first.
+  // `unkept` is the maximum of ~key over the kept keys, not the minimum of key, since all this memory is 0 at first.
   uint32_t zeros, unkept;
   uint32_t finished;  // how many parts of the segment are finished
 };
@@ -52,8 +50,8 @@ struct Pieces {
   int values, length;  // the number of scores in all segments together, and in a piece
   int longer_than;     // segments of at most this length are left to other launches
   // If false, progress[] has one slot for each segment. If true, progress[] has one slot for every longer_than + 1
-  // scores, and a long segment uses the slot of its first score. No two long segments begin within the same slot's
-  // scores. Set if there are more segments than there can be long segments.
+  // scores, and a long segment uses the slot of its first score, which no other long segment uses. True if there are
+  // more segments than there can be long segments.
   bool slot_by_begin;
   Progress* progress;
   Rest rest;
@@ -61,7 +59,7 @@ struct Pieces {
 };
 
 // The part of a piece that belongs to one long segment. A long segment is longer than a piece, so the part contains the
-// first or the last score of the piece. So a piece has at most two such parts.
+// first or the last score of the piece, and a piece has at most two parts.
 struct Part {
   int segment;
   int first_piece, last_piece;  // the pieces with the first and the last score of the segment
@@ -102,9 +100,9 @@ __device__ void for_parts(const Pieces& pieces, const Body& body) {
   }
 }
 
-// Continues the search by digit kNumber. Every block of the segment searches the histogram of this digit, which the
-// previous launch has completed. This takes less time than waiting until a single block has searched it. The segment's
-// first block stores the result for later launches.
+// Continues the search by digit kNumber, whose histogram the previous launch has completed. Every block of the segment
+// does this, which takes less time than waiting for one block. The segment's first block stores the result for later
+// launches.
 template <int kNumber>
 __device__ Found<int> resume(const Pieces& pieces, const Part& part, const BlockGroup& block, SearchRoom& room) {
   const Progress& progress = part.progress(pieces);
@@ -142,8 +140,8 @@ struct PartOfWarp {
   __device__ int position(int four) const { return origin + 4 * four; }
 };
 
-// Returns whether a key is kept. `taken` says whether the key is one of the k largest. If zeros are dropped, the keys
-// of zeros are not kept. Updates `kept` with this key.
+// Returns whether a key is kept, and updates `kept`. `taken` says whether the key is one of the k largest. If zeros are
+// dropped, they are not kept.
 __device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, const Quota& quota, Kept& kept) {
   if (taken && quota.drop_zeros && key == kZeroKey) {
     taken = false;
@@ -163,8 +161,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room.histogram, block);
     const int origin = part.begin / 4 * 4;
-    // A thread loads four vectors at a time. The default is two vectors, since most segments in select_segments are too
-    // short for four.
+    // The default of two vectors is for select_segments, where most segments are too short for four.
     for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
                   [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();
@@ -218,7 +215,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
   });
 }
 
-// The keys of a part that this warp left undecided in split_pieces(): the index of the first key, and the keys' number.
+// The keys of a part that this warp left undecided in split_pieces(): the index of the first key, and their count.
 struct WarpRest {
   int begin, count;
 

@@ -1,9 +1,7 @@
-// Top-K selection in steps, for segments that are spread over several ranks. One rank runs these steps between the
-// collectives.
-//
-// The lengths of segments may be known only on the device. So all keys together are cut into equal pieces, and each
-// block goes through the segments in its own piece. All counts are integers, so the order in which atomics add them
-// does not matter.
+// Top-K selection in steps, for segments that are spread over several ranks. Each rank runs these steps between the
+// collectives. Only the device may know the lengths of segments, so all keys together are cut into equal pieces, and
+// each block goes through the segments in its piece. Counts are integers, so the order of atomic additions does not
+// matter.
 //
 //   launch                      kernel                    reads                                  -> writes
 //   topk_order_keys             order_keys_of_piece       scores                                 -> keys

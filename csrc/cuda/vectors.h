@@ -1,5 +1,5 @@
-// Reads vectors of 16 bytes from a row that may be misaligned. The elements that a thread gets depend only on their
-// positions in the row, not on the row's address. So a row's result is bitwise equal at any address.
+// Reads vectors of 16 bytes from a row that may be misaligned. Which elements a thread loads depends only on their
+// positions in the row, so a row's result is bitwise equal at any address.
 #pragma once
 
 #include "cuda.h"
@@ -49,9 +49,9 @@ class RowReader {
   __device__ RowReader(const T* row, int columns)
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
-  // Whether the `count` elements from `begin` on are in the row. If the row is misaligned, their neighbours that
-  // whole() also reads must be in the row, too. One side of the comparison is `begin` alone, so that the compiler can
-  // compute the other side once, before the loop.
+  // Whether the `count` elements from `begin` on are in the row; in a misaligned row, also their neighbours that
+  // whole() reads. One side of the comparison is `begin` alone, so that the other side is computed once, before the
+  // loop.
   __device__ bool inside(int begin, int count) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
     return (kAligned || begin >= margin) && begin <= columns_ - margin - count;
@@ -64,8 +64,7 @@ class RowReader {
     return shifted(load_cached(p), load_cached(p + 1), shift_);
   }
 
-  // Does the same as whole(), but also works near the ends of the row. There, elements are read one by one, and
-  // elements past the end are -inf.
+  // Like whole(), but also near the ends of the row. There, elements are read one by one, and are -inf past the end.
   __device__ uint4 edge(int i) const {
     if (inside(i, kPerVector<T>)) return whole(i);
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
