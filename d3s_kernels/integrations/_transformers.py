@@ -1,6 +1,4 @@
-"""Code shared by the integrations with trainers that are built on transformers' ``Trainer``: options, rewards,
-processes and budget.
-"""
+"""Code for trainers that are built on transformers' ``Trainer``: options, rewards, processes and budget."""
 
 from __future__ import annotations
 
@@ -22,9 +20,8 @@ def check_token_options(options: Any, section: str = "") -> None:
     """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
 
     Raises:
-        ValueError: an implied option was set to another value; the rule "entropy_quantile" is combined with an option
-            that it does not support; or this rule is used with several processes, each of which would use its own
-            quantile.
+        ValueError: an implied option was set to another value; or the rule "entropy_quantile" is used with an option
+            that it does not support, or with several processes, each of which would use its own quantile.
     """
     share = options.top_entropy_quantile
     if share < 1:
@@ -51,9 +48,8 @@ def check_token_options(options: Any, section: str = "") -> None:
 
 
 def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
-    """Returns the total reward of each rollout: the weighted sum of ``by_function``, ``[rollouts, functions]``, over
-    the functions. NaN means that a function gave no reward, and is skipped. If no function gave a rollout a reward, the
-    rollout's total is NaN.
+    """Returns each rollout's total reward: the weighted sum of ``by_function``, ``[rollouts, functions]``, over the
+    functions. NaN, where a function gave no reward, is skipped. If all functions gave none, the total is NaN.
     """
     total = (by_function * weights.to(by_function.device)).nansum(dim=1)
     return total.masked_fill(by_function.isnan().all(dim=1), torch.nan)
@@ -61,8 +57,7 @@ def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
 
 def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
     """Returns a mask, bool ``[groups]``, of the groups of ``n`` rollouts whose rewards are all equal. If ``separately``
-    (advantages are computed for each function separately), every function must have given all rollouts of the group
-    equal rewards.
+    (each function has its own advantages), the rewards of every function must be equal.
     """
     if separately:
         return groups_without_spread(by_function.view(-1, n, by_function.shape[1]).transpose(1, 2)).all(dim=1)
@@ -70,9 +65,7 @@ def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: boo
 
 
 class RunWithBudget:
-    """A mixin that gives a trainer the processes and the budget of its run. It must precede the trainer in the list of
-    base classes.
-    """
+    """A mixin with the processes and the budget of a trainer's run. It must precede the trainer in the base classes."""
 
     accelerator: Any
     args: Any
@@ -88,9 +81,7 @@ class RunWithBudget:
 
     @property
     def _multiple(self) -> int:
-        """The number of kept rows is a multiple of this value, so that all micro-batches of all processes have equal
-        sizes.
-        """
+        """A divisor of the number of kept rows, so that all micro-batches of all processes have equal sizes."""
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property

@@ -11,9 +11,8 @@ from packaging.version import Version
 
 
 def untested(package: str, found: str, oldest: str, before: str, tests: str) -> str | None:
-    """Returns an error message if the tests do not cover ``found``, the installed version of the trainer ``package``.
-    If the user allows untested versions, warns instead, and returns None. ``tests`` is the folder of the trainer's
-    tests.
+    """Returns an error message if ``found``, the installed version of ``package``, is untested. If the user allows
+    untested versions, warns instead, and returns None. ``tests`` is the folder of the trainer's tests.
     """
     if Version(oldest) <= Version(found) and Version(found).release < Version(before).release:
         return None

@@ -1,6 +1,4 @@
-"""The choice of the queries to train on: a profile of the initial policy, sGPO's plan, which is made from the profile,
-and a sampler, which serves the plan.
-"""
+"""Chooses the queries to train on: a profile of the initial policy, sGPO's plan from this profile, and a sampler."""
 
 from .plan import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .profile import load_profile

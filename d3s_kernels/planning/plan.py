@@ -1,6 +1,4 @@
-"""sGPO's plan: which queries to train on, in which order, and with how many rollouts each. The plan is made from one
-profiling pass.
-"""
+"""sGPO's plan, from one profiling pass: which queries to train on, in which order, and with how many rollouts each."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ NOT_TRAINED = -1
 """The phase of a query that is not trained on."""
 
 EVERY_PHASE = -2
-"""Both the phase and the group size of a kept unsolved query. Every phase serves such a query, with the phase's group
-size.
-"""
+"""The phase and the group size of a kept unsolved query, which every phase serves with the phase's own group size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +36,7 @@ class RolloutPlan(Generic[Array]):
 
     Attributes:
         group_size: the number of rollouts of the query; 0 if the query is not trained on; ``EVERY_PHASE`` (-2) for a
-            kept unsolved query, which every phase serves with the phase's own group size.
+            kept unsolved query.
         phase: the phase of the query, from 0 (the smallest group size, the easiest queries) on; ``NOT_TRAINED`` (-1) if
             the query is not trained on; ``EVERY_PHASE`` for a kept unsolved query.
         phase_sizes: the group size of each phase, ascending. Every phase has at least one query of its own.
@@ -51,9 +47,7 @@ class RolloutPlan(Generic[Array]):
     phase_sizes: tuple[int, ...]
 
     def queries(self, phase: int) -> Array:
-        """Returns the indices of the queries that ``phase`` serves, int64, ascending: the phase's own queries and all
-        kept unsolved queries.
-        """
+        """Returns the indices of the phase's own queries and of all kept unsolved queries, int64, ascending."""
         phase = whole_number("phase", phase)
         if not 0 <= phase < len(self.phase_sizes):
             raise ValueError(f"phase: got {phase}; takes 0 to {len(self.phase_sizes) - 1}")
@@ -84,9 +78,9 @@ def plan_rollouts(
       Phases are in ascending order of group size.
 
     p is never rounded: 7 of 10 is not above 0.7. The paper profiles with 8 samples at one temperature, and has buckets
-    for powers of two. The following rules cover what the paper leaves open:
+    for powers of two; other numbers of samples and other group sizes are treated in the same way. The paper leaves two
+    points open:
 
-    - With other numbers of samples or other group sizes, p is compared in the same way, with exact fractions.
     - The number of kept unsolved queries is ``keep_unsolved`` times the number of unsolved queries, rounded half up.
       The kept queries are drawn once for all phases, with ``seed``.
     - A group size without a query has no phase. If every query is trivial or unsolved, there is no phase at all: no
@@ -95,7 +89,7 @@ def plan_rollouts(
     Args:
         successes: the number of successes of each query, ``[queries]``: a tensor or NumPy array of any integer dtype.
         samples: the number of samples of each query, at least 1: either one number for all queries, or ``[queries]``, a
-            tensor if ``successes`` is a tensor, else a NumPy array.
+            tensor or NumPy array like ``successes``.
         trivial_above: in [0, 1].
         keep_unsolved: in [0, 1].
         group_sizes: whole numbers of at least 2, ascending. (In a group of one, the advantage is always 0.)

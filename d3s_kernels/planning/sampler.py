@@ -22,28 +22,24 @@ class PlanSampler(Sampler[int]):
 
     One pass is the whole curriculum: the queries of phase 0, ``epochs`` times, then the queries of phase 1, and so on.
     The order depends only on ``seed``, phase and epoch, and is the same on every machine. A pass begins at the first
-    row. But after ``load_state_dict``, the next pass begins at the saved row; if the saved row was the end, this pass
-    has no rows.
+    row, or, after ``load_state_dict``, at the saved row. If the saved row was the end, this pass has no rows.
 
-    With ``batch_size``, the number of rows of each phase is a multiple of ``batch_size``. So no batch of this size
-    contains rows of two phases. No row is dropped: the last batch of a phase is filled with the first queries of one
-    more epoch. These queries are served once more than the others.
+    With ``batch_size``, no batch contains rows of two phases, and no row is dropped: the last batch of a phase is
+    filled with the first queries of further epochs. These queries are served more often than the others.
 
-    **The position of a pass** is the number of rows that the pass has served. ``state_dict()`` saves the position.
-    torchdata's StatefulDataLoader (used by verl) saves the position of the batch that the trainer has, even if the
-    loader's workers have already fetched more. A plain DataLoader with workers reads ahead of the trainer by up to
-    ``num_workers * prefetch_factor`` batches, and accelerate's loader reads one batch ahead. With these loaders,
-    ``state_dict()``, ``phase`` and ``group_size`` are ahead of the trainer too. A trainer that knows how many rows it
-    has consumed can pass this number: ``state_dict(consumed=rows)``, ``phase_at(row)``. A trainer that skips consumed
-    rows itself, like the trainer of transformers, needs no state.
+    **The position of a pass**, which ``state_dict()`` saves, is the number of rows that the pass has served.
+    torchdata's StatefulDataLoader (used by verl) saves the position of the batch that the trainer has. A plain
+    DataLoader with workers reads up to ``num_workers * prefetch_factor`` batches ahead of the trainer, and accelerate's
+    loader one batch. With these loaders, ``state_dict()``, ``phase`` and ``group_size`` are ahead of the trainer too. A
+    trainer that knows how many rows it has consumed can pass this number: ``state_dict(consumed=rows)``,
+    ``phase_at(row)``. A trainer that skips consumed rows itself, like the trainer of transformers, needs no state.
 
     Args:
         plan: a plan with at least one phase.
-        epochs: the number of times that a phase serves its queries, at least 1: either one number for all phases, or a
-            number for each phase.
+        epochs: the number of epochs of a phase, at least 1: either one number for all phases, or one for each phase.
         seed: any whole number.
-        repeat: whether to serve each query ``group_size`` times in a row instead of once. This is for trainers that
-            take one row per rollout, as TRL does with its RepeatSampler.
+        repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout,
+            as TRL does with its RepeatSampler.
         batch_size: the number of rows in a batch of the loader. With ``repeat``, it must be a multiple of each phase's
             group size.
 
@@ -142,9 +138,7 @@ class PlanSampler(Sampler[int]):
         return bisect_right(self.starts, row) - 1
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Returns the state of the pass. Its position is the number of served rows, or ``consumed`` if this is given,
-        which is for loaders that read ahead.
-        """
+        """Returns the pass's state. ``consumed``, for loaders that read ahead, replaces the number of served rows."""
         position = self._position if consumed is None else whole_number("consumed", consumed)
         if not 0 <= position <= len(self):
             raise ValueError(f"consumed: got {consumed}; takes 0 to {len(self)}")

@@ -1,7 +1,6 @@
 """D3S in ms-swift's GRPO: a plug-in file for ms-swift's ``--external_plugins``.
 
-:data:`PLUGIN` is the path of that file; ``python -m d3s_kernels.integrations.swift`` prints the path. Importing this
-package does not import ms-swift.
+``python -m d3s_kernels.integrations.swift`` prints the file's path. Importing this package does not import ms-swift.
 """
 
 from pathlib import Path

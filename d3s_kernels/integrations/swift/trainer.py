@@ -24,34 +24,31 @@ _NO_TEACHER = "D3S takes none, since advantages of tokens come after the choice 
 
 
 class Kept(NamedTuple):
-    """The kept tokens of a micro-batch, and the factors for the gradients of its tokens."""
+    """The kept tokens of a micro-batch, and the factor for each token's gradient."""
 
     tokens: Tensor  # bool [rows, tokens]
-    weight: Tensor  # the factor for each token's gradient, [rows, tokens]
+    weight: Tensor  # [rows, tokens]
 
 
 class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
-    """``GRPOTrainer`` of ms-swift that trains on the rollouts and the tokens that D3S chooses.
+    """``GRPOTrainer`` of ms-swift, but it trains only on chosen rollouts and tokens. Evaluation does not change.
 
-    Rollouts: as soon as a generation batch has its rewards, rollouts are chosen over all processes, and each process
-    gets the same number of them. Dropped rollouts are not encoded, and no forward pass includes them, not even the
-    passes for old and reference log-probabilities.
+    Rollouts are chosen over all processes as soon as a generation batch has its rewards, and each process gets the same
+    number of them. Dropped rollouts are not encoded, and no forward pass includes them, not even the passes for old and
+    reference log-probabilities.
 
-    Tokens: for each generation batch, ms-swift makes a pass for the old log-probabilities. This pass also computes the
-    entropies. Of the tokens of all processes, exactly the budget's share is kept. The loss, including KL, is ms-swift's
-    own and covers all valid tokens of the kept rollouts, but gradient flows only through the kept tokens.
-
-    Evaluation does not change.
+    Tokens are ranked with entropies from ms-swift's pass for the old log-probabilities, and exactly the budget's share
+    of all processes' tokens is kept. The loss, including KL, is ms-swift's own and covers all valid tokens of the kept
+    rollouts, but gradient flows only through the kept tokens.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
         ValueError: D3S does not support a setting, and the configuration alone does not show this.
-        RuntimeError: the loss does not request the scores of the tokens exactly once. This error comes in the first
-            step.
+        RuntimeError: in the first step, if the loss does not request the scores of the tokens exactly once.
     """
 
     args: D3SConfig
-    _everyone: Samples | None = None  # this process's rollouts, also dropped ones; set only while a batch is made
+    _everyone: Samples | None = None  # this process's rollouts, including dropped ones; set only while a batch is made
     _advantages: Tensor  # the advantages of all processes' rollouts
     _kept_advantages: Tensor | None = None  # the advantages of kept rollouts; set only while a batch is made
     _choices_used = 0
@@ -86,9 +83,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         accelerator, n = self.accelerator, self.num_generations
 
         def length(sample: Any) -> int:
-            """Returns the number of tokens in a completion. ms-swift stores either one list of token ids, or a list per
-            turn.
-            """
+            """Returns a completion's number of tokens. ms-swift stores one list of token ids, or a list per turn."""
             turns = sample.response_token_ids
             return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
 
@@ -111,9 +106,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return evenly
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
-        """Returns the advantages of the kept rollouts when ms-swift asks for them, after it has made its batches. At
-        any other time, returns ms-swift's own advantages.
-        """
+        """Returns the kept rollouts' advantages once ms-swift has made its batches, and else ms-swift's own."""
         if self._kept_advantages is not None:
             return self._kept_advantages
         theirs: Tensor = super()._compute_advantages(samples, *arguments)
@@ -122,7 +115,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _get_per_token_logps_and_entropies(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, compute_entropy: bool = False, **options: Any
     ) -> Scores:
-        # ms-swift's first pass over a batch computes the old log-probabilities. It computes the entropies too.
+        # ms-swift's first pass over a batch, for the old log-probabilities, computes the entropies too.
         choosing = self._everyone is not None and grpo_batch.old_per_token_logps is None
         logprob, entropy = super()._get_per_token_logps_and_entropies(
             model, model_inputs, grpo_batch, compute_entropy=compute_entropy or choosing, **options
@@ -145,9 +138,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])
 
     def _choose_tokens(self, samples: Samples, parts: list[Any]) -> None:
-        """Chooses the tokens, exactly the budget's share of all processes' tokens, and stores the choice in each
-        micro-batch.
-        """
+        """Chooses exactly the budget's share of all processes' tokens, and stores the choice in each micro-batch."""
         masks = [part.completion_mask.bool() for part in parts]
         if self.overlong_filter:  # ms-swift's loss leaves out truncated completions
             masks = [mask & ~part.truncated_mask.unsqueeze(1) for mask, part in zip(masks, parts, strict=True)]
@@ -209,9 +200,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return loss
 
     def _log_rollout(self, samples: Samples) -> None:
-        """Logs all rollouts, including dropped ones, in ms-swift's table of completions, because the table's rewards
-        and advantages are those of all rollouts.
-        """
+        """Logs all rollouts, since ms-swift's table of completions has the rewards and advantages of all rollouts."""
         everyone, self._everyone = self._everyone, None
         super()._log_rollout(samples if everyone is None else everyone)
 

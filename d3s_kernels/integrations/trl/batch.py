@@ -1,7 +1,7 @@
-"""Functions on TRL's generation batch: they select, join, pad, trim and move its rows.
+"""Selects, joins, pads, trims and moves the rows of TRL's generation batch.
 
-A batch is a dictionary. It contains token tensors with a row for each rollout, images, and scalars. Each rank holds
-consecutive rows of the whole batch. The rows of a group are consecutive too, but they may lie on two ranks.
+A batch is a dictionary of token tensors with a row for each rollout, images, and scalars. Each rank holds consecutive
+rows of the whole batch. The rows of a group are consecutive too, but they may lie on two ranks.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def take(batch: Batch, rows: Tensor) -> Batch:
 
 
 def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
-    """Returns a batch of only the kept rows, with the same number of rows on every rank. Ranks with too many kept rows
-    send some of them to ranks with too few, from device to device. The total number of kept rows must be a multiple of
-    the number of ranks. Rows with images cannot move. ``process_group`` is None if there is only one process.
+    """Returns a batch of the kept rows, with the same number of rows on every rank. Ranks with too many kept rows send
+    some to other ranks, from device to device. The total number of kept rows must be a multiple of the number of ranks.
+    Rows with images cannot move. ``process_group`` is None if there is only one process.
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
@@ -82,23 +82,17 @@ def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
 
 
 def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
-    """Returns the tensors that have a row for each rollout, sorted by name, so that their order is the same for every
-    batch.
-    """
+    """Returns the tensors with a row for each rollout, sorted by name, so that all batches have the same order."""
     return {name: value for name, value in sorted(batch.items()) if isinstance(value, Tensor) and value.dim() > 0}
 
 
 def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    """Returns the sizes of all dimensions of all tensors except the first dimension (the rows): each tensor's number of
-    tokens, and for the sets also the width.
-    """
+    """Returns the sizes of the dimensions after the rows: each tensor's number of tokens, and the width of the sets."""
     return [size for value in rows.values() for size in value.shape[1:]]
 
 
 def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
-    """Pads each tensor to the given sizes, on the side on which TRL pads it. ``sizes`` has the order of the result of
-    :func:`_sizes`.
-    """
+    """Pads each tensor to ``sizes``, which are ordered as in :func:`_sizes`, on the side on which TRL pads it."""
     wanted = iter(sizes)
     fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
 
@@ -112,12 +106,11 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
-    """Removes the outer columns that are padding in every row. Such columns exist if the longest prompt or completion
-    was dropped. At least two completion columns stay, because TRL's metrics would read a single column as one value for
-    each sequence.
+    """Removes the outer columns that are padding in every row, for instance after the longest prompt was dropped. At
+    least two completion columns stay, because TRL's metrics would read a single column as one value per sequence.
 
-    The position of a token is the index of its column, so padding on the left counts too. A cut on the left shifts all
-    positions by the same amount. Rotary embeddings depend only on differences of positions, so the shift has no effect.
+    A token's position is the index of its column, so a cut on the left shifts all positions by the same amount. Rotary
+    embeddings depend only on differences of positions, so the shift has no effect.
     """
 
     def width(mask: Tensor) -> int:

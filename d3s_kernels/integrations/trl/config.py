@@ -21,7 +21,7 @@ _CUTS: dict[str, tuple[Any, ...]] = {
     "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),
 }  # fmt: skip
-# Other options in generation_kwargs that are accepted, since they do not change any probability.
+# Other accepted options in generation_kwargs. They do not change any probability.
 _HARMLESS = {
     "max_new_tokens", "max_time", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "use_cache",
     "cache_implementation", "cache_config", "prefill_chunk_size", "compile_config",
@@ -30,17 +30,16 @@ _HARMLESS = {
 
 @dataclass
 class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has no types
-    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). These options can also be set on the command line and
-    in YAML, like the options of ``GRPOConfig``.
+    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115), which also work on the command line and in YAML.
 
-    A value of TRL's ``top_entropy_quantile`` below 1 implies ``token_rule="entropy"``, a constant share of tokens (this
-    value), and ``loss_denominator="all"``. ``docs/trl.md`` lists the differences from TRL's mask.
+    A ``top_entropy_quantile`` below 1 implies ``token_rule="entropy"``, this value as the constant share of tokens, and
+    ``loss_denominator="all"``. ``docs/trl.md`` lists the differences from TRL's mask.
 
     Raises:
         ValueError: an option has a bad value; ``top_entropy_quantile`` is combined with another choice of tokens; the
             rule "entropy_quantile" is used with several processes, each of which would use its own quantile; importance
             ratios of entropy groups are used with a loss that does not clip them; ``sampling_mask`` is on, but
-            generation excludes no token, or the sets cannot be recorded.
+            generation excludes no token or cannot record the sets.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -135,9 +134,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             self._require_sampled_sets()
 
     def _require_sampled_sets(self) -> None:
-        """Raises a ValueError if generation with these options excludes no token, or if the sets of the remaining
-        tokens cannot be recorded.
-        """
+        """Raises a ValueError if no token is excluded, or if the sets of remaining tokens cannot be recorded."""
         refused = {
             "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
             "use_transformers_continuous_batching": (
@@ -162,5 +159,5 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             )
 
     def schedule(self) -> DownSamplingSchedule:
-        """Returns the schedule of the trainer's budget. Its values for rollouts are counts, not shares."""
+        """Returns the schedule of the trainer's budget, with rollouts as counts, not as shares."""
         return Selection(self).schedule(self.num_generations)

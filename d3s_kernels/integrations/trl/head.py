@@ -1,8 +1,8 @@
 """Replaces TRL's fused LM head by :func:`d3s_kernels.linear_logprob_entropy`.
 
-TRL runs the model's body and passes the hidden states of labelled positions to one function. This module replaces that
-function. Our function stores no logits, and its backward computes only the rows with a non-zero gradient. TRL still
-does everything else, for instance the handling of MoE, PEFT, FSDP and VLMs.
+TRL passes the hidden states of labelled positions to one function, which this module replaces. Our function stores no
+logits, and its backward computes only the rows with a non-zero gradient. TRL still does everything else, such as MoE,
+PEFT, FSDP and VLMs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _said: set[str] = set()
 
 
 def check_head(model: Any) -> None:
-    """Checks that the logits of TRL's head are the model's own logits. Does nothing if the head's weight cannot be read
-    here. Warns if the model cannot be run on a few tokens.
+    """Checks that the logits of TRL's head are the model's own logits. Does nothing if our op cannot read the head's
+    weight. Warns if the check cannot run the model on a few tokens.
 
     Raises:
         UnsupportedHead: the head has an adapter or other parameters, which TRL's head and ours would ignore (trl#4612);
@@ -50,8 +50,8 @@ def check_head(model: Any) -> None:
 
 
 class HostNumber:
-    """An asynchronous copy of a 0-d integer tensor to the host. ``value`` is meant to be called after a later host
-    sync: then the copy is finished, and the call does not wait.
+    """An asynchronous copy of a 0-d integer tensor to the host. Call ``value`` after a later host sync: the copy is
+    then finished, and the call does not wait.
     """
 
     def __init__(self, number: Tensor) -> None:
@@ -69,12 +69,12 @@ class HostNumber:
 
 @dataclass(eq=False)
 class OurHead:
-    """Our LM head. It replaces TRL's ``ChunkedLogProbFunction`` during one call of TRL's method that scores tokens."""
+    """Our LM head. It replaces TRL's ``ChunkedLogProbFunction`` during one call of TRL's scoring method."""
 
     model_head: ModelHead | None = None  # the scored model's head, to verify TRL's scale and cap; None: not verified
     adds_to_gradients: bool = False  # whether the backward may add to ``weight.grad`` directly
     kept: HostNumber | None = None  # the number of tokens with a gradient; None: unknown
-    sets: tuple[Tensor, Tensor] | None = None  # of all tokens of one forward: their sets, and which tokens have a label
+    sets: tuple[Tensor, Tensor] | None = None  # the sets of one forward's tokens, and the mask of labelled tokens
 
     def apply(
         self,
@@ -88,9 +88,7 @@ class OurHead:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy",),
     ) -> tuple[Tensor | None, ...]:
-        """Computes log-probabilities and entropies. Takes the arguments of TRL's function, and returns the same
-        results.
-        """
+        """Computes log-probabilities and entropies, with the arguments and the results of TRL's function."""
         known = self.model_head
         if not (known is None or (math.isclose(logit_scale, known.scale) and final_logit_softcapping == known.softcap)):
             raise UnsupportedHead(
@@ -116,11 +114,11 @@ class OurHead:
             )
             return theirs
         bias = None if bias is None else bias.to(dtype)
-        # From a logit x, TRL computes c tanh(s x / c) / T, with scale s, cap c and temperature T. Our op has no
-        # argument for a scale. But the formula equals (c/s) tanh(x / (c/s)) / (T/s), which needs none.
+        # With scale s, cap c and temperature T, TRL computes c tanh(s x / c) / T from a logit x. Our op has no scale,
+        # but the formula equals (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         sets = None
-        if self.sets is not None:  # those of labelled tokens; the host knows their number, so no host sync is needed
+        if self.sets is not None:  # selects the labelled tokens' sets; the host knows their number: no host sync
             places, _ = ops.compact(self.sets[1], len(targets))
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
@@ -153,8 +151,8 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 class OverSets:
     """A wrapper of TRL's model. It gives the head the sets that the scored tokens were drawn from.
 
-    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. ``sets`` is
-    int32 ``[rows, tokens, width]``. Its rows are the batch's rows; its tokens are the last columns of the labels.
+    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. ``sets``,
+    int32 ``[rows, tokens, width]``, is for all rows of the batch and for the last ``tokens`` columns of the labels.
     """
 
     def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
@@ -169,9 +167,7 @@ class OverSets:
 
 
 def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
-    """Returns a model whose scores are over the sets. If ``sets`` is None, returns ``model`` itself, whose scores are
-    over the whole vocabulary.
-    """
+    """Returns a model whose scores are over ``sets``, or ``model`` itself if ``sets`` is None."""
     return model if sets is None else OverSets(model, sets)
 
 

@@ -14,14 +14,12 @@ from ..._page.collected import CollectedRollouts, joined
 from ...page import selection_page
 from .batch import Batch, loss_mask
 
-SHOWN = 64  # the number of rollouts on a page: the first whole groups of the generation batch, at least one group
+SHOWN = 64  # a page shows the first whole groups of the batch: up to this number of rollouts, but at least one group
 ROLLOUT = "d3s_rollout"  # a batch field: the index of each row in the generation batch of all processes
 
 
 class PageOfBatch:
-    """Collects the content of the page for one generation batch. Every process collects its part; the main process
-    writes the page.
-    """
+    """The content of one generation batch's page. Every process collects its part; the main process writes the page."""
 
     def __init__(self, step: int, group: int, micro_batches: int) -> None:
         self.step, self._group = step, group
@@ -31,9 +29,8 @@ class PageOfBatch:
         self._rewards: Tensor | None = None
 
     def add_generated(self, batch: Batch, rewards: Tensor | None, process: int, pad_token: int) -> None:
-        """Adds the rollouts of this process, before any of them is dropped. ``rewards`` has the rewards of all
-        processes' rollouts; NaN means that no function gave a reward. Also adds a field to ``batch``: the index of each
-        row in the whole generation batch.
+        """Adds this process's rollouts, before any of them is dropped. Stores each row's index in the whole generation
+        batch as a field of ``batch``. ``rewards`` has all processes' rewards; NaN means that no function gave a reward.
         """
         self._rewards = None if rewards is None else rewards[: self._shown].float().cpu()
         rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
@@ -49,9 +46,7 @@ class PageOfBatch:
             self._rollouts.add_generated(place, prompt, completion, counts[row, :length].clone(), advantages[row])
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """Adds a micro-batch: the mask of its kept tokens, and its entropies (NaN: not measured). Returns whether all
-        micro-batches of this process are added now.
-        """
+        """Adds the kept tokens and entropies (NaN: not measured) of a micro-batch. Returns whether it was the last."""
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
             self._rollouts.add_trained(place, kept[row].clone(), entropy[row].clone(), advantages[row])

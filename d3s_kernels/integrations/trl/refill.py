@@ -12,10 +12,9 @@ from torch import Tensor
 def other_prompts(
     dataset: Any, like: dict[str, Any], groups: int, generations: int, ranks: int, rank: int, *seeds: int
 ) -> list[dict[str, Any]]:
-    """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The examples
-    are taken from the data set in a random order. The order depends only on ``seeds``: the run's seed, the step, and
-    how often the batch was refilled. Each rank takes its own part of the order. ``like`` is an example of the batch;
-    the result has the same columns, which are those that TRL keeps.
+    """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The data set is
+    shuffled with ``seeds``: the run's seed, the step, and the number of earlier refills of the batch. Each rank takes
+    its own part. The result has the columns of ``like``, an example of the batch: those that TRL keeps.
     """
     seed = 0
     for part in seeds:
@@ -26,10 +25,9 @@ def other_prompts(
 
 
 def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
-    """Returns, for each group of each rank, the index of the group to train on: the group's own index, or the index of
-    a further group that replaces it. ``same`` ``[ranks, groups]`` marks the groups whose rewards are all equal;
-    ``same_of_more`` marks the further groups whose rewards are all equal. The first further group has the index
-    ``groups``.
+    """Returns, for each group of each rank, the index of the group to train on: its own index, or the index of the
+    further group that replaces it. The first further group has the index ``groups``. ``same``, ``[ranks, groups]``,
+    marks the groups whose rewards are all equal, and ``same_of_more`` the further groups whose rewards are all equal.
 
     Example:
         >>> import torch
@@ -61,9 +59,9 @@ def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], rows: Tensor, more: int) -> None:
     """Writes the rows of a refilled batch into TRL's table of completions, ``logs``.
 
-    ``before``, the result of :func:`take_logged`, has the ``rows.shape[1]`` earlier rows of each rank. ``logs`` has
-    only the ``more`` further rows of each rank. ``rows``, the result of :func:`rows_of`, has the indices of each rank's
-    chosen rows: the earlier rows have the first indices, and the further rows follow.
+    ``before``, from :func:`take_logged`, has the ``rows.shape[1]`` earlier rows of each rank; ``logs`` has only the
+    ``more`` further rows of each rank. ``rows``, from :func:`rows_of`, has the indices of each rank's chosen rows; the
+    further rows are counted after the earlier ones.
     """
     ranks, count = rows.shape
     for name, column in _columns(logs).items():
@@ -80,8 +78,6 @@ def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], ro
 
 
 def _columns(logs: dict[str, Any]) -> dict[tuple[str, str], deque[Any]]:
-    """Returns the columns of TRL's table. Some of them are in nested tables: the rewards, and the values that reward
-    functions log.
-    """
+    """Returns the columns of TRL's table. Rewards, and the values that reward functions log, are in nested tables."""
     tables = {name: {name: part} if isinstance(part, deque) else part for name, part in logs.items()}
     return {(table, name): column for table, columns in tables.items() for name, column in columns.items()}

@@ -1,11 +1,10 @@
 """Overrides three parts of TRL's trainer: the calls that score tokens, the passes without gradient before the update,
 and the log.
 
-The trainer overrides private methods of TRL, which may change without notice. This package's ``__init__`` checks TRL's
-version once; ``tests/trainers/trl_surface.py`` lists what we rely on. TRL may also change without a new version number,
-and a subclass may override the same methods. Then the gradient could be wrong without an error. So there are two more
-checks during the run: this module checks which passes TRL makes over a generation batch, and :mod:`.trainer` checks in
-each step that the selection was applied.
+The overridden methods are private to TRL and may change without notice, and a subclass may override them too. Then the
+gradient could be wrong without an error. So this package's ``__init__`` checks TRL's version, this module checks which
+passes TRL makes over a generation batch, and :mod:`.trainer` checks in each step that the selection was applied.
+``tests/trainers/trl_surface.py`` lists what we rely on.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # the batch field
 
 
 class UnknownTRL(RuntimeError):
-    """The error if TRL, or a class that overrides TRL's methods, does something that the selection does not support."""
+    """The error if TRL, or a subclass of our trainer, does something that the selection does not support."""
 
 
 class Passes:
-    """The passes without gradient over one generation batch: those that TRL has not asked for yet, and those that are
-    postponed until the rollouts are chosen.
-    """
+    """The passes without gradient over one generation batch. Some are postponed until the rollouts are chosen."""
 
     def __init__(self, names: list[str]) -> None:
-        self.names = names  # passes that TRL has not asked for yet; the name is the batch field that the pass fills
+        self.names = names  # the passes that TRL has not asked for yet, each named after the batch field that it fills
         self.postponed: dict[str, Tensor] = {}  # the placeholders that were returned to TRL, by the name of the pass
         self.entropy: Tensor | None = None
 
@@ -49,8 +46,8 @@ class Passes:
         return name
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
-        """Postpones a pass, and returns a placeholder for the pass's result. Reading the placeholder raises an error. A
-        plain tensor on the meta device would not always raise one: torch can add it to another tensor in place.
+        """Postpones a pass, and returns a placeholder for the pass's result. A plain tensor on the meta device would
+        not do: torch can add it to another tensor in place without an error.
         """
         self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
         return self.postponed[name]
@@ -97,15 +94,15 @@ class Call(NamedTuple):
     model: Any
     tokens: Tensor
     attention: Tensor
-    columns: int  # how many columns are scored: the last ones of ``tokens``
+    columns: int  # the number of scored columns, the last ones of ``tokens``
 
     def scores(self, **options: Any) -> Scores:
         return self.method(self.model, self.tokens, self.attention, self.columns, **options)
 
 
 class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """TRL's trainer with two changes. It collects our metrics without a host sync, and it postpones passes that only
-    the update needs until the rollouts are chosen.
+    """TRL's trainer, but it collects our metrics without a host sync, and postpones passes for the update until the
+    rollouts are chosen.
     """
 
     args: D3SConfig
@@ -116,15 +113,13 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return int(self.model.config.get_text_config().vocab_size)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Stores metrics, which are 0-d tensors, until the next log. Only the log causes a host sync. NaN is not
-        logged.
-        """
+        """Stores 0-d tensors for the next log. Only the log causes a host sync. NaN is not logged."""
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
-        # The log of an evaluation leaves the training metrics where they are, for the next log of the training.
+        # An evaluation's log leaves the training metrics for the next log of the training.
         ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
         if ours:
             waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
@@ -146,17 +141,13 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return self.args.entropy_from == "rollout"
 
     def _pass_names(self) -> list[str]:
-        """Returns the names of the passes without gradient that TRL makes over a generation batch. The conditions are
-        TRL's.
-        """
+        """Returns the names of TRL's passes without gradient over a generation batch. The conditions are TRL's own."""
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         names = [] if aligned and not self._corrects_sampling else [OLD]
         return names if self.beta == 0 else [*names, REFERENCE]
 
     def _is_reference(self, model: Any) -> bool:
-        """Returns whether ``model`` is the reference: either a separate model, or the policy with its adapter switched
-        off or replaced.
-        """
+        """Returns whether ``model`` is the reference: another model, or the policy with its adapter off or replaced."""
         if self.ref_model is not None:
             return bool(model is self.ref_model)
         policy = self.accelerator.unwrap_model(self.model)
@@ -167,9 +158,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return switched_off or bool(policy.active_adapter == "ref")
 
     def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
-        """Handles a pass that TRL asks for before the rewards. If only the update needs the pass, it is postponed until
-        the rollouts are chosen; otherwise it is made now.
-        """
+        """Makes a pass that TRL asks for before the rewards, or postpones it if only the update needs it."""
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None

@@ -26,9 +26,7 @@ UNMEASURED = "d3s_unmeasured"  # a batch field: marks the rows whose dropped tok
 
 
 class ChoosesTokens(Scoring):
-    """TRL's trainer with a choice of tokens: TRL's loss gets the scores of all tokens, but gradient flows only through
-    the kept tokens.
-    """
+    """TRL's trainer, but gradient flows only through chosen tokens. TRL's loss still gets the scores of all tokens."""
 
     epsilon_low: Any  # TRL's float; while TRL computes ESPO's loss, a tensor with a value for each token
     epsilon_high: Any
@@ -52,7 +50,7 @@ class ChoosesTokens(Scoring):
                 "with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
             )
         trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
-        if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by it
+        if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by the ratio
             left = trusted.mask & (ratio != 0)
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
         if "d3s_entropy" not in batch:
@@ -68,9 +66,8 @@ class ChoosesTokens(Scoring):
             self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the rows that do not need them.
-        These are the rows without a token and, unless tokens are ranked by entropy alone, the rows with advantage 0.
-        Rows that the pass skips have entropy 0.
+        """Makes an extra pass for the entropies. Returns them, and a mask of the rows that need none: rows without a
+        token and, unless tokens are ranked by entropy alone, rows with advantage 0. Skipped rows have entropy 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
@@ -83,20 +80,15 @@ class ChoosesTokens(Scoring):
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
         assert scored is not None  # the entropies were requested
-        # Some rows are scored only to match the number of rows of another process. They are not logged, since a single
-        # process would skip them.
+        # Rows that are scored only to match another process's number are not logged: a single process would skip them.
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
-        """Chooses the tokens of this process. Exactly the budget's share is kept, either of all processes' tokens or of
-        each row's tokens.
-        """
+        """Chooses this process's tokens: exactly the budget's share of all processes' tokens, or of each row's."""
         return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Returns TRL's mask for ``top_entropy_quantile``. In training the mask contains all tokens, since the choice
-        of tokens replaces it.
-        """
+        """Returns TRL's mask in evaluation, and all tokens in training, where our choice replaces TRL's mask."""
         if self._loss_inputs is not None:
             return mask.bool()
         theirs: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
@@ -113,9 +105,9 @@ class ChoosesTokens(Scoring):
         finally:
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
-        # TRL has already waited for the device in a host sync of its own, so reading the number does not wait.
+        # TRL's own code has already caused a host sync, so reading the number does not wait.
         number, metrics = self._just_kept.value(), self._metrics["train"]
-        # Checkpoints save and restore this part of the trainer's state. A new run starts at 0.
+        # Checkpoints contain this part of the trainer's state. A new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
         counts["num_tokens_kept"] += number
         metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced, not appended, since TRL logs means
@@ -132,7 +124,7 @@ class ChoosesTokens(Scoring):
         threshold: Any = inputs.get("d3s_threshold")
         if kept is not None and self._tokens_are_independent(inputs):
             logprob, entropy, aux = self._score_kept(call, inputs, kept)
-            if UNMEASURED in inputs:  # in these rows, dropped tokens have no entropy
+            if UNMEASURED in inputs:  # in the marked rows, dropped tokens have no entropy
                 measured = kept | (mask & ~inputs[UNMEASURED].unsqueeze(1))
         else:
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
@@ -185,11 +177,9 @@ class ChoosesTokens(Scoring):
         )
 
     def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
-        """Scores only the rows that have a kept token, up to the last column that has a kept token. All other tokens
-        get the values of earlier passes.
-
-        If no token is kept, the first row is still scored, because all processes must take part in the forward of a
-        sharded model.
+        """Scores only the kept tokens. The forward has only the rows with a kept token, up to the last column with a
+        kept token. All other tokens get the values of earlier passes. If no token is kept, the first row is still
+        scored, because all processes must take part in the forward of a sharded model.
         """
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
@@ -222,9 +212,8 @@ class ChoosesTokens(Scoring):
     def _log_tokens(
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logs the token metrics of a micro-batch. Mean entropies are over the ``measured`` tokens, which include all
-        kept tokens. Returns a tensor with the number of kept tokens and the number of all tokens, and the mean entropy.
-        All three are over all processes.
+        """Logs a micro-batch's token metrics. Mean entropies are over the ``measured`` tokens, which include all kept
+        tokens. Returns, over all processes, the numbers of kept and of all tokens in one tensor, and the mean entropy.
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
@@ -237,14 +226,13 @@ class ChoosesTokens(Scoring):
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
     """Returns the fields with which TRL's unchanged loss computes ESPO's objective, and an epsilon for each token.
 
-    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio``, TRL's ratio equals ESPO's ratio in
-    value and gradient. One difference remains: at the cap of e^10, ESPO's gradient is 0 and TRL's is not. The loss
-    "grpo" averages over the tokens of each sequence. There, the advantages are multiplied by weights, which turn this
-    average into ESPO's mean over the sequence's groups. In the other losses, all tokens that belong to a group have the
-    same weight.
+    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio``, it equals ESPO's ratio in value and
+    gradient, except at the cap of e^10, where only ESPO's gradient is 0. The loss "grpo" averages over the tokens of
+    each sequence; weights on the advantages turn this average into ESPO's mean over groups. In the other losses, all
+    tokens that belong to a group have the same weight.
 
-    ``logprob`` and ``entropy``, ``[B, T]``, are constants, computed in the training forward. They also replace the old
-    policy's values if the batch has none, since in this case the policy has not changed.
+    ``logprob`` and ``entropy``, ``[B, T]``, are constants from the training forward. They also replace the old policy's
+    values if the batch has none, since the policy has then not changed.
     """
     old = batch.get(OLD, logprob)
     terms = espo_terms(

@@ -1,8 +1,8 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
-This file sets up the trainer, and chooses the rollouts after TRL has made a generation batch. TRL scores tokens for
-several purposes; this file passes each such call to the method for the call's purpose. :mod:`.tokens` overrides what
-TRL does while it computes a loss. :mod:`.scoring` overrides TRL's passes without gradient, and TRL's log.
+This file sets up the trainer, chooses the rollouts after TRL has made a generation batch, and passes each of TRL's
+calls for scores to the method for the call's purpose. :mod:`.tokens` overrides what TRL does while it computes a loss.
+:mod:`.scoring` overrides TRL's passes without gradient, and TRL's log.
 """
 
 from __future__ import annotations
@@ -32,30 +32,26 @@ from .tokens import ChoosesTokens
 
 class D3STrainer(ChoosesTokens):
     """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. It has the same arguments and
-    methods.
+    methods. Evaluation does not change.
 
-    Rollouts: as soon as a generation batch has its advantages, rollouts are chosen over all processes
-    (``rollout_rule``), and each process gets the same number of rows. No later forward pass includes dropped rollouts,
-    not even the passes for old and reference log-probabilities. There is one exception: vLLM's correction needs the old
-    log-probabilities of all rollouts before the choice.
+    Rollouts are chosen over all processes (``rollout_rule``) as soon as a generation batch has its advantages, and each
+    process gets the same number of rows. No later forward pass includes dropped rollouts, not even the passes for old
+    and reference log-probabilities. But vLLM's correction needs all old log-probabilities before the choice.
 
-    Tokens: tokens are ranked by ``|advantage| * entropy``, or by another ``token_rule``, and exactly the top share is
-    kept. The entropies come either from each training forward, or from one pass before the update (``entropy_from``).
-    The loss, of any type, is TRL's own and covers all valid tokens of the kept rollouts, but gradient flows only
-    through the kept tokens. With ``loss_denominator="kept"`` the gradient is multiplied by the number of all tokens
-    divided by the number of kept tokens. Both are counted over the tokens of TRL's denominator (``docs/trl.md`` has the
-    table). The gradients of KL and of the entropy bonus are treated in the same way. The value of the loss and the clip
-    metrics still cover all tokens. If the update skips dropped tokens, these count with a ratio of 1 and with the
-    entropy of the earlier pass.
+    Tokens are ranked by ``|advantage| * entropy``, or by another ``token_rule``, and exactly the top share is kept. The
+    entropies come either from each training forward, or from one pass before the update (``entropy_from``). The loss,
+    of any type, is TRL's own and covers all valid tokens of the kept rollouts, but gradient flows only through the kept
+    tokens. With ``loss_denominator="kept"``, the gradient, also of KL and of the entropy bonus, is multiplied by the
+    number of all tokens divided by the number of kept tokens, both counted over the tokens of TRL's denominator
+    (``docs/trl.md`` has the table). The value of the loss and the clip metrics still cover all tokens. If the update
+    skips dropped tokens, these count with a ratio of 1 and with the entropy of the earlier pass.
 
     With ``sampling_mask``, a token's log-probabilities and entropies are over the set that the token was drawn from.
     The sets are recorded while transformers generates.
 
-    Evaluation does not change.
-
-    The metrics of :mod:`d3s_kernels.metrics` are logged too, over all processes: metrics of rollouts once per
-    generation batch, metrics of tokens once per micro-batch. If each sequence has its own threshold, the logged
-    threshold is the mean over the main process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
+    The metrics of :mod:`d3s_kernels.metrics` are logged over all processes: metrics of rollouts once per generation
+    batch, metrics of tokens once per micro-batch. If each sequence has its own threshold, the logged threshold is the
+    mean over the main process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
@@ -134,7 +130,7 @@ class D3STrainer(ChoosesTokens):
         return loss
 
     def _raise_not_covered(self, names: tuple[str, ...], message: str) -> NoReturn:
-        """Raises an UnknownTRL. Its message names those of the given methods that are neither ours nor TRL's."""
+        """Raises an UnknownTRL that names those of the given methods that are neither ours nor TRL's."""
         methods = [getattr(self, name) for name in names]
         known = ("trl.", "transformers.", "d3s_kernels.")
         others = [method for method in methods if not f"{method.__module__}.".startswith(known)]
@@ -153,7 +149,7 @@ class D3STrainer(ChoosesTokens):
         module = model.model if isinstance(model, OverSets) else model
         model_head = read_head(self.accelerator.unwrap_model(module))  # in each call: an adapter may have been added
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
-        # The backward may add to ``weight.grad`` directly only if nothing but the optimizer uses ``grad``: no gradient
+        # The backward may add to ``weight.grad`` directly only if nothing but the optimizer uses it: no gradient
         # reducer, no sharding, no gradient scaler.
         alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
         head = OurHead(model_head, adds_to_gradients=inputs is not None and alone)
@@ -203,7 +199,7 @@ class D3STrainer(ChoosesTokens):
         return batch, passes.postponed
 
     def _add_sets(self, batch: Batch) -> None:
-        """Stores the sets that the tokens were drawn from in a generation batch, and logs metrics of the sets."""
+        """Adds the recorded sets to a generation batch, and logs their metrics."""
         if self._recorded is None:
             raise RuntimeError("sampling_mask: no sets were recorded; takes completions of _generate_single_turn")
         mask = loss_mask(batch).bool()
@@ -213,9 +209,8 @@ class D3STrainer(ChoosesTokens):
         self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
 
     def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
-        """Replaces the groups whose rewards are all equal, at most ``refill`` times. Each group lies on one rank and
-        does not move. All ranks have the rewards of all groups, so they make the same decisions without further
-        communication.
+        """Replaces the groups whose rewards are all equal, at most ``refill`` times. Groups do not move between ranks.
+        All ranks have all rewards, so they make the same decisions without further communication.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
@@ -257,9 +252,7 @@ class D3STrainer(ChoosesTokens):
         return rewards
 
     def _equal_rewards(self, rewards: Tensor) -> Tensor:
-        """Returns a mask, bool ``[groups]``, of the groups whose rewards are all equal. ``rewards`` has a column per
-        function.
-        """
+        """Returns the mask, bool ``[groups]``, of groups with equal rewards. ``rewards`` has a column per function."""
         separately = self.multi_objective_aggregation == "normalize_then_sum"
         return without_spread(rewards, self.reward_weights, self.num_generations, separately)
 

@@ -16,9 +16,8 @@ FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Checks that the sets of each row match the row's sampled tokens, and raises a ValueError for the first row that
-    does not. ``rows`` maps a row's key to the row's sets, response and response mask. Returns the sizes of the sets in
-    one tensor, row after row, with a value for each token; 0 where the mask is 0.
+    """Returns each token's set size in one tensor, row after row; 0 where the mask is 0. ``rows`` maps each key to a
+    row's sets, response and response mask. Raises a ValueError for the first row whose sets do not match its tokens.
     """
     sizes: list[int] = []
     for key, (sets, response, mask) in rows.items():
@@ -42,8 +41,7 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
     """Raises a RuntimeError if the workers computed entropies over more tokens than the sets contain.
 
-    verl's engine ignores unknown entries, so a worker without this library would ignore the sets silently. This is
-    detected by the entropies: the entropy over a set is at most the logarithm of the set's size.
+    A worker without this library ignores the sets silently. The entropy over a set is at most the log of its size.
     """
     excess = (entropy - sizes.log())[sizes > 0]
     if len(excess) and float(excess.max()) > 1e-2:
@@ -56,8 +54,7 @@ def require_used(sizes: Tensor, entropy: Tensor) -> None:
 def require_config(config: Any) -> None:
     """Raises a ValueError if ``config``, verl's whole configuration, does not allow log-probabilities over sets.
 
-    The trainer mode calls this function if its option ``sampling_mask_field`` is set. A custom loop that sets
-    ``meta_info[NOTE]`` must call this function itself.
+    The trainer mode calls this if ``sampling_mask_field`` is set. Loops that set ``meta_info[NOTE]`` must call it too.
     """
     takes: dict[str, Sequence[Any]] = {f"{FUSED}.impl_backend": ("d3s",)}
     for section in ("actor", "actor.fsdp_config", "ref", "ref.fsdp_config"):

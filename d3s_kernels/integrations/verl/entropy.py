@@ -1,9 +1,8 @@
 """Makes the entropies of a micro-batch available to a policy loss.
 
-verl does not pass entropies to a policy loss. But ``ppo_loss``, the function that calls the policy loss, has them. With
-verl's V1 trainers, the micro-batch contains the old policy's entropies. If ``actor.calculate_entropy`` is true, the
-model's output contains the updated policy's entropies. The plug-in wraps ``ppo_loss``: while the wrapper runs,
-:func:`token_entropy` can read both. The wrapper changes nothing else.
+verl does not pass entropies to a policy loss. But ``ppo_loss``, which calls the policy loss, has them: with V1
+trainers, the micro-batch contains the old policy's entropies; with ``actor.calculate_entropy``, the model's output
+contains the updated policy's entropies. While our wrapper of ``ppo_loss`` runs, :func:`token_entropy` can read both.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 ``fused_kernel_options.impl_backend`` is ``d3s``.
 
 verl's models with fused kernels pass hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
-this class, and the functions that build a model with it or prepare the model's micro-batches. Our functions tell our
-head which positions of a micro-batch will be read, and over which sets. The head computes only these positions.
+this class, and the functions that build a model with it or prepare the model's micro-batches. These functions tell our
+head which positions will be read, and over which sets. The head computes only these positions.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ class Read:
     at_most: int | None = None  # an upper bound on the number of rows that are read, as a Python int; or None
     sets: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None
-    """In a policy update: for each packed position, whether it is in the loss, and its old log-probability. Otherwise
-    None.
-    """
+    """In a policy update: for each packed position, whether it is in the loss, and its old log-probability."""
     used: bool = False  # whether our head has computed the micro-batch
 
 
@@ -182,7 +180,7 @@ def _patch_forward_with_backends(
         original(model, use_fused_kernels, fused_kernels_backend)
         return
     _require_plain_head(model)
-    original(model, use_fused_kernels, "torch")  # the forward creates the class above, with the next line's back-end
+    original(model, use_fused_kernels, "torch")  # the forward creates FusedLinearForPPO with the next line's back-end
     model._verl_fused_kernels_backend = BACKEND
     print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
@@ -209,9 +207,7 @@ def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
 def _prepare_model_outputs(
     original: Any, engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
 ) -> Any:
-    """Prepares the outputs as verl does. Then replaces the log-probabilities of tokens outside the loss by the old
-    ones, so that the ratio of these tokens is 1.
-    """
+    """Prepares the outputs as verl does, but tokens outside the loss get their old log-probabilities: a ratio of 1."""
     read = _READ.get()
     _READ.set(None)
     ours = _serves(engine, micro_batch)

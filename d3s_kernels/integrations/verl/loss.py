@@ -1,6 +1,4 @@
-"""Policy losses for verl: ``espo`` and ``d3s``. The latter wraps another policy loss, and lets gradient flow only
-through the tokens with the largest scores.
-"""
+"""Policy losses for verl: ``espo``, and ``d3s``, which keeps the gradient of another loss only for some tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ from verl.workers.config import PolicyLossConfig
 from ...ratios import espo_terms
 from ...selection_options import check_options, check_token_rule, option_names, options_from
 from ...tokens import select_tokens
-from . import entropy  # not its names: importing it loads verl, which may load this file meanwhile
+from . import entropy  # the module: its import loads verl, which may import this file before the names exist
 from .options import POLICY_LOSS, PolicyLossOptions
 
 
 @dataclass
 class D3SPolicyLossConfig(PolicyLossOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
-    """The section ``actor_rollout_ref.actor.policy_loss`` of verl's configuration, with the options of ``d3s`` and
-    ``espo``.
-
-    verl's own class refuses unknown keys; ``policy_loss._target_`` selects this class instead.
+    """The section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s`` and ``espo``. verl's own class
+    refuses unknown keys; ``policy_loss._target_`` selects this class instead.
 
     Raises:
         ValueError: a bad value; the message names the option, the value and the accepted values.
@@ -51,11 +47,11 @@ def d3s_policy_loss(
     """Computes ``base_loss`` on all tokens of a micro-batch. Gradient flows only through a share ``token_ratio`` of
     them: the tokens with the largest scores.
 
-    verl does not pass entropies to a policy loss. So a token's score is ``|advantage| * surprisal``. The surprisal
-    ``-old_log_prob`` is an unbiased estimate of the old policy's entropy, from only one sampled token, so the choice is
-    noisier than with the entropy. The number of chosen tokens is exact, as in :func:`d3s_kernels.select_tokens`. The
-    ratios, clipping metrics and denominators of the base loss still include every token; the log-probabilities of
-    tokens that are not chosen are constants.
+    verl does not pass entropies to a policy loss, so a token's score is ``|advantage| * surprisal``. The surprisal
+    ``-old_log_prob`` is an unbiased estimate of the old policy's entropy, but from only one sampled token, so the
+    choice is noisier. The number of chosen tokens is exact, as in :func:`d3s_kernels.select_tokens`. The base loss's
+    ratios, clipping metrics and denominators still include every token; log-probabilities of tokens that are not chosen
+    are constants.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
@@ -99,7 +95,7 @@ def espo_policy_loss(
 
     The groups come from :func:`d3s_kernels.entropy_groups`, the ratio ``s`` from :func:`d3s_kernels.importance_ratio`,
     and ``epsilon`` from :func:`d3s_kernels.adaptive_clip`. Tokens are weighted such that a sequence's mean over tokens
-    equals its mean over groups. So verl's "seq-mean-token-mean" can average over micro-batches and ranks. verl's option
+    equals its mean over groups, so verl's "seq-mean-token-mean" can average over micro-batches and ranks. verl's option
     ``clip_ratio`` is not used.
 
     Args:

@@ -29,9 +29,7 @@ _installed: set[str] = set()
 
 
 def install() -> None:
-    """Registers our names, and makes each module's replacements. Warns about each setting that is not available; the
-    other settings work.
-    """
+    """Registers our names, and replaces verl's functions. Warns about each setting that is not available."""
     if (wrong := untested("verl", importlib.metadata.version("verl"), "0.9.1", "0.9.2", "tests/verl")) is not None:
         warnings.warn(f"{wrong}. Nothing was registered", RuntimeWarning, stacklevel=2)
         return
@@ -86,9 +84,7 @@ def _replace(replaced: Replaced) -> None:
 
 
 def _put(replaced: Replaced, before: Any, after: Any) -> None:
-    """Replaces ``before`` by ``after`` in the attribute's owner, and in those modules of ``held_by`` that have already
-    imported the attribute by name.
-    """
+    """Replaces ``before`` by ``after`` in the owner, and in each module of ``held_by`` that imported ``before``."""
     for owner in (replaced.owner, *(sys.modules[name] for name in replaced.held_by if name in sys.modules)):
         if getattr(owner, replaced.name, None) is before:
             setattr(owner, replaced.name, after)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Replaced(NamedTuple):
-    """A function, method or class of verl, and what replaces it."""
+    """A function, method or class of verl, and its replacement."""
 
     owner: Any
     name: str

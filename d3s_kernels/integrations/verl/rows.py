@@ -22,8 +22,7 @@ def sessions(keys: Sequence[str]) -> list[list[int]]:
 
 
 def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
-    """Returns the number of rows of one optimiser update after the selection. With this number, a step makes as many
-    updates as without the selection.
+    """Returns how many rows an update has, so that a step makes as many updates as without the selection.
 
     Args:
         kept: the number of rows after the selection.

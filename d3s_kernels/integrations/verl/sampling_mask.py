@@ -27,10 +27,9 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
     padding rows, copies of a real row with another response.
 
     Args:
-        data: a micro-batch (TensorDict) in the form in which verl passes it to its engines.
-        field: the field of the rows that has the sets, or the sets' key in the rows' ``extra_fields``. The sets are
-            either a list of ids for each response token, or one integer tensor ``[B, T, K]``, padded with -1, for all
-            rows.
+        data: a micro-batch (TensorDict), as verl passes it to its engines.
+        field: the name of the rows' field with the sets, or their key in ``extra_fields``. The sets are either a list
+            of ids for each response token, or one integer tensor ``[B, T, K]`` for all rows, padded with -1.
         width: the sequence length of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as with
             ``use_remove_padding``.
 
@@ -75,9 +74,7 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
 
 
 def field_of(data: Any, field: str) -> Any:
-    """Returns the sets of the rows: either a tensor, or a list with an entry for each row. The entry is None for a row
-    without sets.
-    """
+    """Returns the rows' sets: a tensor, or a list with an entry for each row, which is None for a row without sets."""
     if field in data:
         values = data[field]
         return values if isinstance(values, Tensor) else list(values)
@@ -105,9 +102,8 @@ def flat_responses(data: Any, values: Tensor) -> Tensor:
 
 
 def places_of_responses(data: Any, width: int | None = None) -> Tensor:
-    """Returns, for each token of all responses, the int64 index of the row of logits that predicts the token: the
-    position before the token. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are
-    nested tensors.
+    """Returns, for each response token, the int64 index of the row of logits that predicts the token: the position
+    before it. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are nested tensors.
     """
     offsets, lengths = data["input_ids"].offsets(), response_lengths(data)
     starts = offsets[:-1] if width is None else torch.arange(len(lengths), device=offsets.device) * width

@@ -1,9 +1,8 @@
 """The trainer mode ``d3s_sync``: verl's synchronous V1 trainer, but it updates only on chosen rollouts and tokens.
 
-Two overridden methods make the choices. :meth:`D3STrainerSync._balance_batch` chooses the rollouts, after the rewards
-and before the old log-probabilities are computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the
-entropies of the old policy, which verl's trainer stores together with the old log-probabilities. Both run in the
-driver, on CPU tensors.
+:meth:`D3STrainerSync._balance_batch` chooses the rollouts, after the rewards and before the old log-probabilities are
+computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the old policy's entropies, which verl stores
+together with the old log-probabilities. Both run in the driver, on CPU tensors.
 """
 
 from __future__ import annotations
@@ -35,16 +34,14 @@ from .sampling_mask import NOTE, field_of
 
 MODE = "d3s_sync"
 SECTION = f"trainer.v1.{MODE}"
-# In these losses a token's gradient is not proportional to its advantage, so an advantage of 0 does not remove the
-# gradient.
+# In these losses, a token with advantage 0 still has a gradient.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
 _LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
 
 
 @register_trainer(MODE)
 class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
-    """verl's synchronous V1 trainer with D3S. The options are in ``trainer.v1.d3s_sync``; ``docs/verl.md`` describes
-    them.
+    """verl's synchronous V1 trainer with D3S. ``docs/verl.md`` describes its options, ``trainer.v1.d3s_sync``.
 
     Raises:
         ValueError: a bad or unknown option, or a configuration that the mode does not support; the message names the
@@ -58,11 +55,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
         self._selection = Selection(self.d3s)
         _require(config, self.d3s)
-        # verl compares the mode with "sync" in its replay buffer, and when it submits prompts, refills and writes
-        # checkpoints.
+        # verl compares the mode with "sync" in several places: replay buffer, prompts, refills and checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
-        self._rows = (0, 0)  # the step's number of rows before and after the selection; 0 until then
+        self._rows = (0, 0)  # the numbers of rows before and after the step's selection; (0, 0): not made yet
         self._tokens_are_chosen = False  # in this step
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
@@ -83,10 +79,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
-        """Drops rollouts, then lets verl balance the rest.
-
-        ``_compute_reward_colocate`` could not drop them: verl skips this method if separate workers compute the
-        rewards.
+        """Drops rollouts, then lets verl balance the rest. ``_compute_reward_colocate`` could not drop them: verl skips
+        it if separate workers compute the rewards.
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
@@ -96,13 +90,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         """Returns the number of rows of one update. A step makes as many updates as without D3S, each on fewer rows.
 
         verl pads the batch to a multiple of this number. With verl's own number, ``ppo_mini_batch_size * rollout.n``,
-        padding rows would replace the dropped rows, and losses that average over sequences would count the padding
-        rows.
+        padding rows would replace the dropped rows, and losses that average over sequences would count them.
         """
         self._require_rollouts()
         config, (rows, kept) = self.config.actor_rollout_ref, self._rows
-        # With a fixed micro-batch size, verl makes only full micro-batches, so a rank's number of rows must be a
-        # multiple of this size.
+        # verl makes only full micro-batches of a fixed size, so a rank's number of rows must be a multiple of it.
         sizes = []
         if not config.actor.use_dynamic_bsz:
             sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
@@ -119,9 +111,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute the old log-probabilities. With sampling masks, checks the sets of all rows before this
-        pass, and the entropies after it.
-        """
+        """Lets verl compute the old log-probabilities. Checks the sets, if any, before it, and the entropies after."""
         field = self.d3s.sampling_mask_field
         if field is None:
             return super()._compute_old_log_prob(batch, metrics)
@@ -141,17 +131,13 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return super()._compute_ref_log_prob(self._noted(batch), metrics)
 
     def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Returns the batch. If there are sets, adds a note for the workers' engine: the name of the field with the
-        sets.
-        """
+        """Returns the batch. If there are sets, notes the name of their field in it, for the workers' engine."""
         if self.d3s.sampling_mask_field is not None:
             batch.extra_info[NOTE] = self.d3s.sampling_mask_field
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute the advantages, replaces them by advantages over the full groups if the option
-        ``advantages_from`` asks for it, and then chooses the tokens.
-        """
+        """Computes the advantages, over the full groups if ``advantages_from`` is "all", and chooses the tokens."""
         self._require_rollouts()
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
@@ -181,9 +167,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
         )
-        # It can happen that the selection keeps no token: with drop_zeros, if the rewards of every group are all equal;
-        # or if no token is trusted. verl would then divide by 0. So all tokens are kept in this case; their advantages
-        # are 0.
+        # The selection keeps no token if none is trusted, or, with drop_zeros, if the rewards of every group are all
+        # equal. All tokens are kept then, since verl would divide by 0; their advantages are 0.
         any_kept = bool(tokens.mask.any())
         kept = tokens.mask if any_kept else loss_mask.bool()
         if self.d3s.loss_denominator == "kept":
@@ -202,9 +187,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl update the actor. During this call, ``ppo_mini_batch_size * rollout.n``, verl's number of rows per
-        update, is set to the reduced number.
-        """
+        """Lets verl update the actor. During the call, ``ppo_mini_batch_size * n`` is the reduced number of rows."""
         if not self._tokens_are_chosen:
             raise RuntimeError(f"{MODE}: no tokens were chosen in this step: verl has not called _compute_advantage")
         self._rows, self._tokens_are_chosen = (0, 0), False
@@ -216,9 +199,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             return super()._update_actor(self._noted(batch), metrics)
 
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Chooses the rollouts. Returns the batch without the rows of dropped rollouts, and removes these rows from
-        verl's storage.
-        """
+        """Chooses the rollouts. Removes the dropped rows from the returned batch and from verl's storage."""
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
@@ -247,8 +228,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         metrics.update(
             _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
         )
-        # verl's own metrics cover only the kept rollouts, which were chosen for their extreme scores. So the mean score
-        # of all rollouts is logged too.
+        # verl's own metrics cover only the kept rollouts, whose scores are extreme. So the mean over all rollouts is
+        # logged too.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
 
@@ -296,7 +277,7 @@ def _require(config: Any, options: D3SOptions) -> None:
 
 @contextmanager
 def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """A context in which the configuration has the given values. At its end, the previous values are restored."""
+    """A context in which the configuration has these values. At the end, the previous values are restored."""
     before = {key: OmegaConf.select(config, key) for key in values}
     try:
         for key, value in values.items():

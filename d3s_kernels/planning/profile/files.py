@@ -1,5 +1,5 @@
-"""Reads and writes the files of profiling: the dataset with the queries, and the profile. The first line of a profile
-has the settings. Each further line has the result of one query, and is written when this query is finished.
+"""Reads the dataset with the queries, and reads and writes profiles. The first line of a profile has the settings. Each
+further line has the result of one finished query.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class Record:
 
 
 def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
-    """Reads the successes and samples of each query from the file that ``python -m d3s_kernels.planning.profile``
-    wrote.
+    """Reads each query's successes and samples from a file of ``python -m d3s_kernels.planning.profile``.
 
     A completion that the reward function could not score is not a sample, so a query may have fewer samples than
-    others, or none. :func:`plan_rollouts` refuses queries without samples. If there are such queries, pass
-    ``successes[samples > 0]`` and ``samples[samples > 0]`` to it, and use only these rows of the dataset.
+    others, or none. :func:`plan_rollouts` refuses queries without samples. If there are any, pass it
+    ``successes[samples > 0]`` and ``samples[samples > 0]``, and use only these rows of the dataset.
 
     Args:
         path: a finished profile.
@@ -64,8 +63,7 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
 
 
 class ProfileFile:
-    """A profile that is open for writing, either new or continued. ``done`` has the indices of the queries that already
-    have a line.
+    """A profile that is open for writing, new or continued. ``done`` has the indices of the queries in it.
 
     An incomplete last line, which a crash may leave, is removed. A profile with other settings, or a file that is not a
     profile, is refused and not changed.
@@ -128,8 +126,7 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record
 
 def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
     """Returns all rows of a JSONL file, or of a dataset that the datasets library loads by name. Each row has all
-    columns. The column ``prompt_column`` is renamed to ``prompt``, as in TRL, and replaces any other column of that
-    name.
+    columns. ``prompt_column`` is renamed to ``prompt``, as in TRL, and replaces any other column of that name.
     """
     if Path(dataset).is_file():
         rows = _json_lines(Path(dataset))

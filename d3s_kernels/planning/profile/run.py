@@ -73,8 +73,8 @@ class OwnNumbers(LogitsProcessor):
     """Samples a token for each row with the row's own random numbers, and masks all other tokens, so that greedy search
     takes the sampled token.
 
-    ``generate`` itself would draw the tokens of a whole batch from one generator. Then a query's completions would
-    depend on the other rows of the batch, and would change after a restart.
+    ``generate`` itself would draw the tokens of a whole batch from one generator: a query's completions would depend on
+    the other rows of the batch, and would change after a restart.
     """
 
     def __init__(self, rows: Sequence[random.Random], temperature: float) -> None:
@@ -101,9 +101,8 @@ class Sampler:
             max_new_tokens=max_new_tokens,
             do_sample=False,  # OwnNumbers samples
             num_beams=1,
-            # An option that is not set here would come from the model's configuration, but the profile needs the
-            # unmodified policy. Of the next four options, greedy search reads only repetition_penalty. The other three
-            # are set to avoid a warning about the model's values.
+            # Options that are not set here come from the model's configuration, but the profile needs the unmodified
+            # policy. Of the next four, greedy search reads only repetition_penalty; the others avoid a warning.
             repetition_penalty=1.0,
             temperature=1.0,
             top_k=50,
@@ -113,9 +112,7 @@ class Sampler:
         )
 
     def prompt_ids(self, prompt: Any) -> list[int]:
-        """Returns the token ids of a prompt. A prompt is either text, or messages, to which the chat template is
-        applied.
-        """
+        """Returns the token ids of a prompt, which is text, or messages for the chat template."""
         if isinstance(prompt, str):
             ids: list[int] = self.tokenizer(text=prompt)["input_ids"]
         else:
@@ -127,9 +124,7 @@ class Sampler:
         return ids
 
     def completions(self, prompts: Sequence[list[int]], keys: Iterable[str]) -> list[list[int]]:
-        """Returns one completion for each prompt, sampled with the prompt's key as seed. A completion includes its end
-        token.
-        """
+        """Returns one completion per prompt, including its end token, sampled with the prompt's key as seed."""
         width = max(map(len, prompts))
         rows = [random.Random(key) for key in keys]
         padded = [[self.padding] * (width - len(ids)) + ids for ids in prompts]
@@ -148,9 +143,7 @@ class Sampler:
         return completions
 
     def as_rewarded(self, prompt: Any, ids: Sequence[list[int]]) -> list[Any]:
-        """Returns the completions of ``prompt`` as a reward function gets them: as text if the prompt is text, else as
-        messages.
-        """
+        """Returns the completions as a reward function gets them: text if the prompt is text, else messages."""
         texts: list[str] = self.tokenizer.batch_decode(list(ids), skip_special_tokens=True)
         return texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
 
@@ -195,9 +188,7 @@ def load_reward(name: str) -> Callable[..., Any]:
 
 
 def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids: Sequence[list[int]]) -> list[float]:
-    """Returns the reward of each completion of a query. If the function returns None for a completion, which in TRL
-    means that it cannot be scored, the reward is NaN.
-    """
+    """Returns the reward of each completion of a query: NaN for None, which in TRL means "cannot be scored"."""
     count = len(completions)
     not_passed = {"prompt", "completion", "completion_ids"}  # TRL does not pass these columns on either
     rewards = reward(

@@ -1,6 +1,4 @@
-"""The plug-in for ms-swift's ``--external_plugins``. ms-swift's GRPO then trains on the rollouts and tokens that D3S
-chooses.
-"""
+"""The plug-in for ``--external_plugins``. ms-swift's GRPO then trains on the rollouts and tokens that D3S chooses."""
 
 from d3s_kernels.integrations.swift.register import register
 
