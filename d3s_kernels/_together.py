@@ -66,6 +66,20 @@ class SamplingArguments(NamedTuple):
         return self.max_dense_rows != 0
 
 
+class GradientArguments(NamedTuple):
+    """The gradients of the results, the logits, and the other tensors from which the gradient of the logits is
+    computed.
+    """
+
+    grad_logprob: Tensor | None
+    grad_entropy: Tensor | None
+    logits: Tensor
+    labels: Tensor | None
+    entropy: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+
+
 class Tile(NamedTuple):
     """The tokens of the columns of logits: consecutive tokens from ``first_token`` on, or, if ``first_token`` is None,
     the whole vocabulary.
@@ -88,14 +102,14 @@ defaults of these arguments.
 
 def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
     """Wraps a kernel so that it can be called with the arguments of its op's schema. For each parameter of the kernel,
-    the type of its default determines the arguments that are combined into the parameter. ``parameters`` overrides this
-    for the parameters that it names.
+    the type of its default, or else its annotation, determines the arguments that are combined into the parameter.
+    ``parameters`` overrides this for the parameters that it names.
     """
     names: list[str] = []
     defaults: list[Any] = []
     parts: list[tuple[Callable[..., Any] | None, int, slice]] = []
     for name, parameter in signature(kernel).parameters.items():
-        make, arguments = parameters.get(name) or _made_of(name, parameter.default)
+        make, arguments = parameters.get(name) or _made_of(name, parameter)
         parts.append((make, len(names), slice(len(names), len(names) + len(arguments))))
         names += arguments
         defaults += arguments.values()
@@ -116,7 +130,10 @@ def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[
     return call
 
 
-def _made_of(name: str, default: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    default = parameter.default
+    if parameter.annotation == GradientArguments.__name__:
+        return GradientArguments, dict.fromkeys(GradientArguments._fields, Parameter.empty)
     if isinstance(default, NumberOrTensor):
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
     if isinstance(default, (SegmentArguments, Tile)):

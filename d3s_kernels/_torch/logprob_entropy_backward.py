@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, GradientArguments, NumberOrTensor, SamplingArguments, Tile
 from .kernels import like, op
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures
@@ -32,19 +32,13 @@ class _Rows(NamedTuple):
 
 @op(like("logits"))
 def logprob_entropy_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    given: GradientArguments,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
-    rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
+    rows, logits = _rows(given, temperature), given.logits
     no_token = (rows.labels != NO_TARGET) & (rows.labels < 0)
     if tile == ALL_TOKENS:  # otherwise the size of the vocabulary is unknown
         no_token |= rows.labels >= logits.shape[-1]
@@ -61,34 +55,20 @@ def logprob_entropy_backward(
 
 @op()
 def logprob_entropy_backward_(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    given: GradientArguments,
     tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
-    rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
+    rows, logits = _rows(given, temperature), given.logits
     # A half-precision gradient of float32 logits overwrites only the front half of each row.
     _write(rows, logits, tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
-def _rows(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    temperature: NumberOrTensor,
-) -> _Rows:
-    targets, each = labels_of(labels, entropy.numel(), logits), temperatures(temperature, entropy.numel(), logits)
-    entropy, row_max, log_sum = entropy.reshape(-1), row_max.reshape(-1), log_sum.reshape(-1)
+def _rows(given: GradientArguments, temperature: NumberOrTensor) -> _Rows:
+    grad_logprob, grad_entropy, logits, labels, *of_forward = given
+    entropy, row_max, log_sum = (values.reshape(-1) for values in of_forward)
+    targets, each = labels_of(labels, len(entropy), logits), temperatures(temperature, len(entropy), logits)
     none = torch.zeros_like(entropy)
     of_logprob = none if grad_logprob is None else grad_logprob.reshape(-1).masked_fill(targets == NO_TARGET, 0)
     of_entropy = none if grad_entropy is None else grad_entropy.reshape(-1)
@@ -126,13 +106,7 @@ def _fake_of_places(logits: Tensor, **_: Any) -> tuple[Tensor, ...]:
 
 @op(_fake_of_places)
 def kept_logits_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    given: GradientArguments,
     kept_of: int,
     temperature: NumberOrTensor = ONE,
     logit_softcap: float | None = None,
@@ -144,7 +118,7 @@ def kept_logits_backward(
     gradient) and its token's column in the tile. The fourth has a flag for each row: whether the row's gradients are
     NaN.
     """
-    rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
+    rows, logits = _rows(given, temperature), given.logits
     kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask, kept_of)
     assert kept is not None
     rows = _of_sets(rows, kept)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
+from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, GradientArguments, NumberOrTensor, SamplingArguments, Tile
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
@@ -136,13 +136,7 @@ def write_zeros(out, first, end, BLOCK: tl.constexpr, EDGE: tl.constexpr):
 
 
 def logprob_entropy_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    given: GradientArguments,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     tile: Tile = ALL_TOKENS,
@@ -150,56 +144,33 @@ def logprob_entropy_backward(
 ) -> Any:
     if sampling_mask.ids is not None:
         return NotImplemented
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write(
-        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
-        tile, temperature, mask=contiguous(mask),
-    )  # fmt: skip
+    out = torch.empty(given.logits.shape, dtype=given.logits.dtype, device=given.logits.device)
+    _write(given, out, tile, temperature, contiguous(mask))
     return out
 
 
 def logprob_entropy_backward_(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
+    given: GradientArguments,
     tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
-    out = logits
+    out = logits = given.logits
     if grad_dtype is not None and grad_dtype != logits.dtype:
         out = logits.view(grad_dtype)[..., : logits.shape[-1]]
-    _write(
-        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
-        tile, temperature, mask=None,
-    )  # fmt: skip
+    _write(given, out, tile, temperature, None)
 
 
-def _write(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    out: Tensor,
-    tile: Tile,
-    temperature: NumberOrTensor,
-    mask: Tensor | None,
-) -> None:
+def _write(given: GradientArguments, out: Tensor, tile: Tile, temperature: NumberOrTensor, mask: Tensor | None) -> None:
+    logits = given.logits
     rows, to, narrow = Rows.of(logits), Rows.of(out), out.dtype != logits.dtype
     programs = rows.total * (min(1, rows.columns) if narrow else triton.cdiv(rows.columns, PIECE))
     if programs == 0:
         return
     write_gradients[(programs,)](
-        columns=rows.columns, labels=contiguous(labels), grad_logprob=contiguous(grad_logprob),
-        grad_entropy=contiguous(grad_entropy), entropies=contiguous(entropy), maxima=contiguous(row_max),
-        log_sums=contiguous(log_sum), first_token=tile.first_token or 0,
+        columns=rows.columns, labels=contiguous(given.labels), grad_logprob=contiguous(given.grad_logprob),
+        grad_entropy=contiguous(given.grad_entropy), entropies=contiguous(given.entropy),
+        maxima=contiguous(given.row_max), log_sums=contiguous(given.log_sum), first_token=tile.first_token or 0,
         vocabulary=logits.shape[-1] if tile == ALL_TOKENS else ANY_TOKEN, mask=mask,
         **temperature_arguments(temperature), **rows.place(), **to.place("out", "out_"),
         BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, NARROW=narrow, num_warps=warps(THREADS), **EXACT,
