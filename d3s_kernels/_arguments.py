@@ -191,6 +191,13 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
         raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, takes))}")
 
 
+def require_temperature(number: float) -> None:
+    """Refuses a Python number that is no temperature. The ops refuse it too, but not in a graph."""
+    require_number(temperature=number)
+    if not 1e-15 <= number <= 1e15:
+        raise ValueError(f"temperature: got {number}; takes a number above 0, in [1e-15, 1e15]")
+
+
 def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
     """Checks a temperature, and returns the ops' two arguments for it: a Python number and None; or 1.0 and a float32
     tensor, which is 0-d or has one value for each row of ``like``. Under torch.compile, a number becomes a 0-d tensor.
@@ -199,8 +206,7 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
         if not is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
         if torch.compiler.is_compiling():
-            if not 1e-15 <= temperature <= 1e15:
-                raise ValueError(f"temperature: got {temperature}; takes a number above 0, in [1e-15, 1e15]")
+            require_temperature(temperature)
             return 1.0, in_a_graph(temperature, like).float()
         return temperature, None
     if not temperature.is_floating_point():

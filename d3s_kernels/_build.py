@@ -39,8 +39,8 @@ def build_info() -> dict[str, Any]:
         >>> d3s.build_info()["torch_target"]
         '2.11'
     """
-    # _build_info is the only file of a wheel that depends on the version of Python. If it is missing for this version,
-    # the facts are read from the CPU library.
+    # _build_info is the only file of a wheel that is compiled for one version of Python. If there is none for this
+    # version, the build's facts come from the CPU library.
     try:
         text = import_module(f"{__package__}._build_info").build_facts()
     except ModuleNotFoundError:

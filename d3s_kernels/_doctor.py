@@ -90,8 +90,8 @@ def without_code(architectures: str, capability: tuple[int, int]) -> str:
 
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:
-    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether no
-    result is wrong and every back-end that computes users' calls runs.
+    """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether all is
+    good: all results are right, and every back-end that serves users' calls has run.
     """
     names, serving = backends.runnable(device.type), backends.serving(device.type)
     good, examined = True, []

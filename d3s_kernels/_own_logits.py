@@ -37,7 +37,7 @@ class UnsupportedHead(ValueError):
 
 
 class UntriedHead(UnsupportedHead):
-    """The error for a model that cannot be run on a few tokens, so that there are no logits to compare."""
+    """The error for a model that fails on a few tokens, so that its head cannot be compared with the model's logits."""
 
 
 class ModelHead(NamedTuple):

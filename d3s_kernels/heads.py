@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ._arguments import require_number, why_unreadable
+from ._arguments import require_temperature, why_unreadable
 from ._head.problem import FLOATS, why_not_whole
 from ._own_logits import ModelHead, UnsupportedHead, text_of, verified_head
 
-# Names in transformers configurations: scales of the logits (1 for a factor, -1 for a divisor), and soft caps.
+# Names in transformers configurations. The value in _FACTORS is 1 if logits are multiplied by the number of this name,
+# and -1 if they are divided by it.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -134,9 +135,7 @@ def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
     """
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         return temperature if scale == 1 else temperature.float() / scale
-    require_number(temperature=temperature)  # type: ignore[arg-type]
-    if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}; takes a number above 0, or a float tensor")
+    require_temperature(temperature)  # type: ignore[arg-type]
     return temperature / scale
 
 

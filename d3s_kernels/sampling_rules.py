@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import require_number, require_readable, require_tensors, require_whole
+from ._arguments import require_number, require_readable, require_temperature, require_tensors, require_whole
 from ._dispatch import ops
 from .sampling import SamplingMask, known, offsets_of
 
@@ -83,7 +83,7 @@ def _require_options(
     top_k: int | None, top_p: float | None, min_p: float | None, temperature: float, order: str, max_kept: int
 ) -> None:
     require_whole(top_k=top_k, max_kept=max_kept)
-    require_number(temperature=temperature)
+    require_temperature(temperature)
     for name, share in (("top_p", top_p), ("min_p", min_p)):
         if share is not None:
             require_number(**{name: share})
@@ -94,8 +94,6 @@ def _require_options(
         raise ValueError(f"top_p: got {top_p}; takes a number in (0, 1]")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValueError(f"min_p: got {min_p}; takes a number in [0, 1]")
-    if not 1e-15 <= temperature <= 1e15:
-        raise ValueError(f"temperature: got {temperature}; takes a number above 0, in [1e-15, 1e15]")
     if order not in _ORDERS:
         raise ValueError(f"order: got {order!r}; takes one of {', '.join(map(repr, _ORDERS))}")
 

@@ -151,8 +151,8 @@ def select_tokens(
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
-            tensor. A shape that fits both means one for each token. None is allowed if the rule does not read
-            advantages.
+            tensor. A shape that fits tokens and sequences means one for each token. None is allowed if the rule does
+            not read advantages.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
         mask: bool or integer (True where it is not 0), the shape of ``entropy``: True at the tokens of the completion.

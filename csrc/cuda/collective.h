@@ -148,7 +148,7 @@ struct BlockGroup {
     return earlier + before;
   }
 
-  // Returns the sum over all threads of the warps before this warp. All lanes of a warp get the same value.
+  // Returns the sum of `value` over the threads of the block's earlier warps. All lanes of a warp get the same result.
   template <class T>
   __device__ T sum_before_warp(T value) const {
     const T own = warp_reduce(value, Sum());

@@ -42,7 +42,8 @@ struct Needed {
   int64_t row, token;  // `token` is a row of the weight; -1 if no logit is needed
 };
 
-// Returns the row and the token of a place. All lanes of a warp call this with the same place.
+// Returns the row and the token of a place in the list of kept logits. All lanes of a warp call this with the same
+// place.
 __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane) {
   const bool of_label = place >= head.rows.spans.count;
   const int64_t row = of_label ? place - head.rows.spans.count : head.rows.spans.row_at(place, head.hidden.rows);

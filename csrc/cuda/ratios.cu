@@ -190,9 +190,9 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
   if (part.flags) atomicOr(&total->flags, part.flags);
 }
 
-// A thread adds up its terms of a group in one word. The lower 52 bits have the sum of the terms, in the units of
-// exact_sum.h, and the upper bits their count. There is room for 4,095 terms, whose sum is below 2^50 units. A part has
-// at most kLong tokens, so a thread has at most 2,050 terms.
+// A thread adds up its terms of a group in one 64-bit word. The lower 52 bits have the sum of the terms, in the units
+// of exact_sum.h, and the upper 12 bits their count. A thread has at most 2,050 terms, since a part has at most kLong
+// tokens. There is room for 4,095: their sum is below 2^50 units.
 constexpr int kUnitBits = 52;
 constexpr int64_t kLong = int64_t{1} << 19;
 

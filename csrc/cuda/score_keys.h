@@ -23,7 +23,8 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
   }
 }
 
-// Throws if there are too many scores. Positions in kernels are ints, even positions past the last score.
+// Throws if there are too many scores. Kernels store positions as 32-bit ints, and some of these positions lie past the
+// last score.
 inline void require_places(int64_t scores) {
   constexpr int64_t kMost = 2'000'000'000;
   if (scores > kMost)

@@ -152,10 +152,10 @@ def _pieces_and_weights(
     """Returns offsets that cut this rank's tokens into pieces of the sequences, and the advantages of these tokens (or
     one 0-d advantage for all tokens). One collective, with 24 bytes from each rank.
 
-    If a rank has as many tokens as there are sequences, the shape of its advantages does not show whether they are for
-    tokens or for sequences. So every rank sends two flags: whether the shape fits its tokens, and whether the shape
-    fits the sequences. Advantages are for sequences if their shape fits the sequences on all ranks, and on some rank
-    does not fit the tokens.
+    If a rank has as many tokens as there are sequences, the shape of its advantages does not show whether they are per
+    token or per sequence. So every rank sends two flags: whether its advantages can be per token, and whether they can
+    be per sequence. They are per sequence if this is possible on all ranks, and on at least one rank they cannot be per
+    token.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     number = advantages.shape[0] if advantages.dim() else -1

@@ -83,7 +83,8 @@ def vocab_parallel_logprob_entropy(
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
-            process is not in, a DTensor with other placements. If only one rank raises, the other ranks wait for it.
+            process is not in, a DTensor with other placements. If only one rank raises, the other ranks wait for it
+            until the group's timeout.
             With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except for errors about the group or about
             placements of DTensors. All ranks then also raise if labels, temperatures or masks differ between ranks, if
             shards overlap or leave a gap, and if a label is in no shard.

@@ -26,8 +26,8 @@ from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 from .token_keys import keys_of, quota_of, values_of
 
-# One pair for each program size: the maximum length of a segment, and the number of threads. A thread's registers hold
-# up to 32 values.
+# The sizes of a program, as pairs: the maximum length of a segment, and the number of threads. A thread has up to 32
+# values in registers.
 SIZES = ((1024, 128), (4096, 256), (8192, 256), (16384, 512))
 PART, THREADS = 4096, 512  # for longer segments: the number of values in a part, and the number of threads
 LARGEST = 131_072

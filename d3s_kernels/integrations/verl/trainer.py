@@ -131,7 +131,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return super()._compute_ref_log_prob(self._noted(batch), metrics)
 
     def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Returns the batch. If there are sets, notes the name of their field in it, for the workers' engine."""
+        """If the batch has sampling masks, writes the name of their field into ``extra_info``, for the workers' engine.
+        Returns the batch.
+        """
         if self.d3s.sampling_mask_field is not None:
             batch.extra_info[NOTE] = self.d3s.sampling_mask_field
         return batch
