@@ -23,8 +23,8 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
     """Returns, for each position of a micro-batch's logits, the set of the token that the position predicts.
 
     Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
-    predict a prompt token have no set. Rows whose ``response_mask`` is all 0 have no sets either: these are verl's
-    padding rows, copies of a real row with another response.
+    predict a prompt token have no set. The mask leaves out rows whose ``response_mask`` is all 0, and their lists of
+    sets are not read: these are verl's padding rows, copies of a real row with another response.
 
     Args:
         data: a micro-batch (TensorDict), as verl passes it to its engines.
