@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain, repeat
 from pathlib import Path
@@ -75,6 +75,12 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
         integers = {4: torch.int32, 2: torch.int16}[actual.element_size()]
         actual, expected = actual.contiguous().view(integers), expected.contiguous().view(integers)
     assert torch.equal(actual, expected)
+
+
+def assert_same(some: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Each tensor has the bits of its counterpart."""
+    for one, other in zip(some, others, strict=True):
+        assert_same_bits(one, other)
 
 
 def assert_entropy(actual: Tensor, expected: Tensor) -> None:

@@ -43,23 +43,29 @@ class Bytes:
         return decode(ids)
 
 
-def batch(
-    groups: int, group: int, tokens: int, *, lengths: list[int] | None = None, all_kept: bool = False
-) -> tuple[list[str], list[list[str]], dict[str, Any]]:
+Batch = tuple[list[str], list[list[str]], dict[str, Any]]
+
+
+def batch(groups: int, group: int, tokens: int, *, lengths: list[int] | None = None, all_kept: bool = False) -> Batch:
     """Prompts, the texts of tokens, and the other arguments of a page: random ones of fitting shapes."""
     rollouts = groups * group
     if lengths is None:
-        lengths = torch.randint(tokens // 2, tokens + 1, (rollouts,)).tolist() if not all_kept else [tokens] * rollouts
+        lengths = torch.randint(tokens if all_kept else tokens // 2, tokens + 1, (rollouts,)).tolist()
     words = [" the", " num", "ber", " is", " 4", "2", ".", " because", " we", "\n", "<", " é"]
     texts = [[words[i] for i in torch.randint(len(words), (length,)).tolist()] for length in lengths]
-    kept = torch.rand(rollouts) < 0.5 if not all_kept else torch.ones(rollouts).bool()
+    kept = torch.rand(rollouts) < (1 if all_kept else 0.5)
     valid = (torch.arange(tokens) < torch.tensor(lengths)[:, None]) & kept[:, None]
     values = {
         "kept_tokens": valid & (torch.rand(rollouts, tokens) < 0.3),
         "entropy": torch.rand(rollouts, tokens) * 3,
-        "advantages": torch.randn(groups, group).abs()
-        * torch.tensor([1.0, -1.0]).repeat(rollouts)[:rollouts].view(groups, group),
+        "advantages": torch.randn(groups, group).abs() * (-1.0) ** torch.arange(rollouts).view(groups, group),
         "rewards": torch.rand(groups, group),
         "kept_rollouts": kept.view(groups, group),
     }
     return [f"Question {number}?" for number in range(groups)], texts, values
+
+
+def hostile_batch() -> Batch:
+    """A group of two rollouts for each hostile text, which is also its prompt."""
+    _, _, values = batch(groups=len(HOSTILE), group=2, tokens=2)
+    return list(HOSTILE), [[text, text] for text in HOSTILE for _ in range(2)], values

@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -38,9 +38,8 @@ def test_the_compiled_library_serves_the_cpu() -> None:
 
 
 def test_the_best_that_there_is(there: dict[str, str | None]) -> None:
-    assert backends._choice("cuda", None) == ("cuda",)
-    assert backends._choice("xpu", None) == ("triton", "torch")
-    assert backends._choice("cpu", None) == ("cpu",)
+    found = [backends._choice(device, None) for device in ("cuda", "xpu", "cpu")]
+    assert found == [("cuda",), ("triton", "torch"), ("cpu",)]
     assert (backends.runnable("cuda"), backends.runnable("xpu")) == (("cuda", "triton", "torch"), ("triton", "torch"))
     there["cuda"] = "no library"
     assert backends._choice("cuda", None) == ("triton", "torch")
@@ -115,12 +114,6 @@ def test_arguments_are_checked_in_the_same_words() -> None:
                 call()
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
-
-
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
@@ -139,7 +132,9 @@ def test_what_cannot_be_forced(
 
 def test_forced_from_outside() -> None:
     code = "import sys, d3s_kernels as d3s; print({d['cpu'] for d in d3s.backends().values()}, *sys.modules)"
-    done = run(code, D3S_KERNELS_BACKEND="torch")
+    environment = {**os.environ, "D3S_KERNELS_BACKEND": "torch"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.stderr == ""  # no warning from torch about replaced kernels
     backend, *modules = done.stdout.split()
     assert backend == "{'torch'}"
@@ -167,27 +162,20 @@ def test_a_gpu_without_its_library_says_so_once(there: dict[str, str | None], re
     )
 
 
-@pytest.mark.parametrize(
-    ("cuda", "machine", "wheel"),
-    [("12.6", "x86_64", "cu128"), ("13.2", "x86_64", "cu130"), ("13.0", "aarch64", "cu130")],
-)
-def test_the_line_that_brings_the_cuda_library(
-    cuda: str, machine: str, wheel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(libraries.platform, "machine", lambda: machine)
-    line = libraries.how_to_get_cuda(cuda).removeprefix("this brings it: ")
-    *command, site, wanted = shlex.split(line)
-    assert command == ["pip", "install", "--no-deps", "--index-url"]
-    assert site.endswith("/simple")
-    assert wanted == f"d3s_kernels=={d3s.__version__.partition('+')[0]}+{wheel}"
+def test_the_line_that_brings_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, machine, wheel in (("12.6", "x86_64", "128"), ("13.2", "x86_64", "130"), ("13.0", "aarch64", "130")):
+        monkeypatch.setattr(libraries.platform, "machine", lambda machine=machine: machine)
+        line = libraries.how_to_get_cuda(cuda).removeprefix("this brings it: ")
+        *command, site, wanted = shlex.split(line)
+        assert command == ["pip", "install", "--no-deps", "--index-url"]
+        assert site.endswith("/simple")
+        assert wanted == f"d3s_kernels=={d3s.__version__.partition('+')[0]}+cu{wheel}", (cuda, machine)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "machine"), [("11.8", "x86_64"), ("14.0", "x86_64"), ("12.8", "aarch64"), ("13.0", "arm64")]
-)
-def test_where_no_wheel_has_it(cuda: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries.platform, "machine", lambda: machine)
-    assert libraries.how_to_get_cuda(cuda).startswith(f"no wheel has one for CUDA {cuda} on this platform")
+def test_where_no_wheel_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, machine in (("11.8", "x86_64"), ("14.0", "x86_64"), ("12.8", "aarch64"), ("13.0", "arm64")):
+        monkeypatch.setattr(libraries.platform, "machine", lambda machine=machine: machine)
+        assert libraries.how_to_get_cuda(cuda).startswith(f"no wheel has one for CUDA {cuda} on this platform"), machine
 
 
 # ---- python -m d3s_kernels -------------------------------------------------------------------------------------------
@@ -201,32 +189,25 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"torch {torch.__version__}" in text
     assert "D3S_KERNELS_BACKEND: not set" in text
     assert "computed by the compiled CPU library" in text
-    (head,) = [line for line in text.splitlines() if "* serves" in line and line.split()[-1] == "torch"][:1]
+    head = next(line for line in text.splitlines() if "* serves" in line and line.split()[-1] == "torch")
     assert head.split()[-3:] == ["cpu", "*", "torch"]
     assert "WRONG" not in text
 
 
 @here
-def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = _torch.KERNELS["group_advantages"]
-    monkeypatch.setitem(_torch.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more) + 1e-5)
-    assert report.main() == 1
-    said, cell = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
-    assert said.split()[:3] == ["torch", "group_advantages:", "advantages"]
-    assert cell.split()[0] == "group_advantages"
-
-
-@here
-def test_a_result_of_a_wrong_shape_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("wrong", [lambda found: found + 1e-5, lambda found: found[..., 1:]], ids=["value", "shape"])
+def test_the_report_of_what_is_wrong(
+    wrong: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also in a back-end that serves nothing: it runs, so the report must not say that it does not."""
     right = _torch.KERNELS["group_advantages"]
-    monkeypatch.setitem(_torch.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more)[..., 1:])
+    monkeypatch.setitem(_torch.KERNELS, "group_advantages", lambda *values, **more: wrong(right(*values, **more)))
     assert report.main() == 1
-    said = capsys.readouterr().out
-    assert "WRONG" in said
-    assert "does not run here" not in said
+    text = capsys.readouterr().out
+    said, cell = [line for line in text.splitlines() if "WRONG" in line]
+    assert " ".join(said.split()).startswith("torch group_advantages: advantages")
+    assert cell.split()[0] == "group_advantages"
+    assert "does not run here" not in text
 
 
 @here
@@ -259,8 +240,7 @@ def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setitem(_torch.KERNELS, "compact", broken)
     assert report.main() == 0
-    said = "torch: compact does not run here: OSError at length 8: no C compiler"
-    assert said in capsys.readouterr().out
+    assert "torch: compact does not run here: OSError at length 8: no C compiler" in capsys.readouterr().out
     monkeypatch.setattr(backends, "serving", lambda device: {"cpu", "torch"})
     assert report.main() == 1
 

@@ -49,21 +49,18 @@ def rounds_of(fewest: int, most: int, seconds: float, *takes: float) -> tuple[li
     return turns[OURS], len(looked)
 
 
-def test_a_contest_has_its_fewest_rounds_and_more_while_there_is_time() -> None:
+def test_the_number_of_rounds_is_that_for_which_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds_of(4, 9, 0, 3, 1, 2, 5) == ([3, 1, 2, 5], 5)  # it looks before, between and after
     assert len(rounds_of(4, 9, 60, 1)[0]) == 9
-
-
-def test_a_contest_of_long_rounds_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "LONGEST", 0)
     assert len(rounds_of(9, 9, 60, 1)[0]) == harness.FEWEST_ROUNDS
 
 
-@pytest.mark.parametrize(("low", "is_quiet"), [(2, True), (3, False)])
-def test_a_quiet_run_has_few_low_probes(low: int, is_quiet: bool) -> None:
-    judged = quiet.judge([[SLOW] * low + [USUAL] * (20 - low)], quiet.Rates())
-    assert (judged.low, judged.probes, judged.quiet) == (low, 20, is_quiet)
-    assert f"{low} of 20 probes between rounds were more than 15% below its level (reads 30.0" in judged.said
+def test_a_quiet_run_has_few_low_probes() -> None:
+    for low, is_quiet in ((2, True), (3, False)):
+        judged = quiet.judge([[SLOW] * low + [USUAL] * (20 - low)], quiet.Rates())
+        assert (judged.low, judged.probes, judged.quiet) == (low, 20, is_quiet)
+        assert f"{low} of 20 probes between rounds were more than 15% below its level (reads 30.0" in judged.said
 
 
 def test_a_few_fast_probes_are_no_level() -> None:
@@ -89,9 +86,8 @@ def test_a_machine_that_was_slow_throughout_is_told_by_earlier_results(tmp_path:
 
 
 def test_a_probe_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = quiet.Probe.__new__(quiet.Probe)
+    probe, asked = quiet.Probe.__new__(quiet.Probe), list[int]()
     probe.parts, probe.matrix, probe.threads = itertools.cycle(quiet.torch.ones(2, 8)), quiet.torch.ones(2, 2), 7
-    asked: list[int] = []
     monkeypatch.setattr(quiet.torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(quiet.torch, "set_num_threads", asked.append)
     assert min(probe()) > 0
@@ -100,9 +96,8 @@ def test_a_probe_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch
 
 def test_the_faster_number_of_threads_is_chosen() -> None:
     two = machine.Threads({1: 0.0101, 2: 0.0059})
-    assert two.chosen == 2
+    assert (two.chosen, machine.Threads({1: 0.0101, 2: 0.0201}).chosen) == (2, 1)
     assert two.said == "All contenders ran on 2 threads: a short product took 10.1 ms on 1 and 5.9 ms on 2."
-    assert machine.Threads({1: 0.0101, 2: 0.0201}).chosen == 1
     assert machine.Threads({1: 0.01}).said.startswith("All contenders ran on 1 thread:")
 
 
@@ -110,10 +105,9 @@ def test_all_processes_of_a_run_have_the_threads_that_were_chosen(monkeypatch: p
     asked: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
     monkeypatch.setattr(run.torch, "set_num_threads", asked.append)
-    run.use_threads(timing.Log())
-    assert (asked, os.environ["OMP_NUM_THREADS"]) == ([], "9")
-    run.use_threads(timing.Log(facts={"threads_tried": {"chosen": 1}}))
-    assert (asked, os.environ["OMP_NUM_THREADS"]) == ([1], "1")
+    for facts, expected in (({}, ([], "9")), ({"threads_tried": {"chosen": 1}}, ([1], "1"))):
+        run.use_threads(timing.Log(facts=facts))
+        assert (asked, os.environ["OMP_NUM_THREADS"]) == expected
 
 
 # ---- ranges, intervals and targets -----------------------------------------------------------------------------------
@@ -145,24 +139,35 @@ def timings(ours: list[float], role: str = "peer", timed_by: str = "host", **oth
 
 
 CPU, GPU = judging.RULES["cpu"], judging.RULES["cuda"]
-AROUND_TWO = [1.9, 2.0, 2.0, 2.1, 2.2, 2.2]
 # Ours is disturbed in most rounds, and the peer in some. The fastest rounds of the three parts are 1, 1.25 and 1 of
 # ours, and 2, 2 and 2.5 of the peer's.
 DISTURBED = [9.0, 1.25, 9.0, 1.0, 9.0, 1.0, 9.0, 9.0, 9.0]
 PEERS = [2.0, 2.0, 9.0, 9.0, 2.5, 2.5, 3.0, 9.0, 9.0]
 
 
-@pytest.mark.parametrize(
-    ("bound", "outcome"), [(1.5, "met"), (1.6, "met"), (2.0, "undecided"), (2.6, "missed"), (None, "reported")]
-)
-def test_a_cpu_is_judged_by_the_fastest_rounds(bound: float | None, outcome: str) -> None:
-    judged = judging.Faster("", ("PyTorch",), bound).judge(timings(DISTURBED, PyTorch=PEERS), CPU)
-    assert judged.value == 2  # the fastest of all rounds
-    assert (judged.interval, judged.outcome, judged.by) == ((1.6, 2.5), outcome, "the fastest rounds")
+Outcomes = dict[float | None, str]
+
+
+def judged_by(rule: judging.Rule, ours: list[float], peers: list[float], outcomes: Outcomes) -> judging.Verdict:
+    """Checks how each bound is judged: of how many times as fast ours is, and the other way round."""
+    for bound, outcome in (outcomes | {None: "reported"}).items():
+        judged = judging.Faster("", ("PyTorch",), bound).judge(timings(ours, PyTorch=peers), rule)
+        within = judging.Within("", "copy", bound and bound - 0.001).judge(timings(peers, copy=ours), rule)
+        inverse = {"missed": "met", "met": "missed"}.get(outcome, outcome)
+        assert (judged.outcome, within.outcome) == (outcome, inverse), bound
+    return judged
+
+
+def test_a_cpu_is_judged_by_the_fastest_rounds() -> None:
+    judged = judged_by(CPU, DISTURBED, PEERS, {1.5: "met", 1.6: "met", 2.0: "undecided", 2.6: "missed"})
+    assert (judged.value, judged.interval, judged.by) == (2, (1.6, 2.5), "the fastest rounds")
     assert judged.median == pytest.approx(1.0)  # which would say that ours gains nothing
-    inverse = {"missed": "met", "met": "missed"}.get(outcome, outcome)
-    within = judging.Within("", "copy", bound and bound - 0.001).judge(timings(PEERS, copy=DISTURBED), CPU)
-    assert within.outcome == inverse
+
+
+def test_a_gpu_is_judged_by_the_median() -> None:
+    peers = [1.9, 2.0, 2.0, 2.1, 2.2, 2.2]
+    judged = judged_by(GPU, [1.0] * 6, peers, {1.8: "met", 1.9: "met", 2.0: "undecided", 2.3: "missed"})
+    assert (judged.value, judged.interval, judged.by) == (pytest.approx(2.05), (1.9, 2.2), "the medians")
 
 
 def test_the_rival_is_the_fastest_by_the_same_rule() -> None:
@@ -179,18 +184,6 @@ def test_the_ratio_of_all_rounds_is_within_its_range() -> None:
         assert low <= CPU.ratio(above, below).value <= high
 
 
-@pytest.mark.parametrize(
-    ("bound", "outcome"), [(1.8, "met"), (1.9, "met"), (2.0, "undecided"), (2.3, "missed"), (None, "reported")]
-)
-def test_a_gpu_is_judged_by_the_median(bound: float | None, outcome: str) -> None:
-    judged = judging.Faster("", ("PyTorch",), bound).judge(timings([1.0] * 6, PyTorch=AROUND_TWO), GPU)
-    assert (judged.value, judged.interval, judged.outcome) == (pytest.approx(2.05), (1.9, 2.2), outcome)
-    assert judged.by == "the medians"
-    inverse = {"missed": "met", "met": "missed"}.get(outcome, outcome)
-    within = judging.Within("", "copy", bound and bound - 0.001).judge(timings(AROUND_TWO, copy=[1.0] * 6), GPU)
-    assert within.outcome == inverse
-
-
 def test_microseconds_are_judged_by_the_same_rules() -> None:
     rivals = timings([3e-6, 1e-6, 2e-6] * 3)
     by_fastest, by_median = (judging.Under("", 1.5).judge(rivals, rule) for rule in (CPU, GPU))
@@ -201,8 +194,8 @@ def test_microseconds_are_judged_by_the_same_rules() -> None:
 def test_a_yardstick_that_is_missing_judges_nothing() -> None:
     rivals = timings([1.0] * 6)
     for target in (judging.Within("", "copy", 2), judging.ShareOf("", "copy", 90), judging.Faster("", ("copy",), 2)):
-        assert report.judge(target, rivals, CPU).outcome == "not measured"
-        assert report.judge(target, rivals, CPU).against == "copy: missing here"
+        judged = report.judge(target, rivals, CPU)
+        assert (judged.outcome, judged.against) == ("not measured", "copy: missing here")
 
 
 def test_without_git_the_commit_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +225,13 @@ def test_a_time_that_was_taken_once_may_be_off(rule: judging.Rule) -> None:
 
 
 def test_both_times_are_shown_the_one_that_is_judged_first() -> None:
-    (row,) = timings([0.02, 0.0161, 0.0165]).values()
-    assert report.times(row, CPU) == "16.1 ms (median 16.5)"
-    assert report.times(row, GPU) == "16.5 ms (fastest 16.1)"
-    (row,) = timings([0.998e-3, 1.02e-3, 1.02e-3]).values()
-    assert report.times(row, CPU) == "998 us (median 1.02 ms)"
-    (row,) = timings([1.0] * 3).values()
-    assert report.times(row, CPU) == "1 s"
+    for said, rule, *seconds in (
+        ("16.1 ms (median 16.5)", CPU, 0.02, 0.0161, 0.0165),
+        ("16.5 ms (fastest 16.1)", GPU, 0.02, 0.0161, 0.0165),
+        ("998 us (median 1.02 ms)", CPU, 0.998e-3, 1.02e-3, 1.02e-3),
+        ("1 s", CPU, 1.0, 1.0, 1.0),
+    ):
+        assert report.times(timings(seconds)[OURS], rule) == said
 
 
 # ---- contests, and the log of those that have ended ------------------------------------------------------------------
@@ -264,28 +257,20 @@ def test_a_peer_that_fails_loses_no_contest() -> None:
     name, contenders, missing = found
     assert (name, list(contenders)) == ("a contest", [OURS, "well", "other"])
     assert missing == {"broken": "ZeroDivisionError: division by zero"}
-    contest, found = recorded(strict=True)
-    with pytest.raises(AssertionError, match="division by zero"):
-        held(contest, broken=lambda: 1 / 0)
-    assert list(found[1]) == [OURS, "other"]
 
 
-def test_a_peer_that_differs_fails_when_all_is_recorded() -> None:
-    contest, found = recorded(strict=False)
-    with pytest.raises(AssertionError, match="wrong differs"):
-        held(contest, wrong=lambda: 2)
-    assert list(found[1]) == [OURS, "other"]
+def test_a_peer_that_is_wrong_fails_when_all_is_recorded() -> None:
+    for strict, peer, why in ((True, lambda: 1 / 0, "division by zero"), (False, lambda: 2, "peer differs")):
+        contest, found = recorded(strict)
+        with pytest.raises(AssertionError, match=why):
+            held(contest, peer=peer)
+        assert list(found[1]) == [OURS, "other"]
 
 
 def test_a_peer_that_takes_too_long_is_left_out() -> None:
     contest, found = recorded(strict=False)
-
-    def slow() -> int:
-        time.sleep(30)
-        return 1
-
     contest.seconds = 3.0
-    held(contest, slow=slow)
+    held(contest, slow=lambda: time.sleep(30) or 1)
     assert found[2] == {"slow": "OutOfTime: it took too long"}
 
 
@@ -314,11 +299,14 @@ def test_where_cuda_no_longer_works_the_culprit_is_named_and_then_left_out() -> 
 def test_a_log_is_read_wherever_it_ends(tmp_path: Path) -> None:
     file = tmp_path / "contests.jsonl"
     rivals = timings([1.0] * 6, TRL=[2.0] * 6)
-    timing.append(file, {"facts": {"machine": "some-gpu", "commit": "abc"}})
-    timing.append(file, {"began": "one"})
-    timing.append(file, timing.contest_line("a contest", rivals, {"Liger": "absent"}, "abc"))
-    timing.append(file, {"ended": "one", "outcome": "passed", "seconds": 1, "why": ""})
-    timing.append(file, {"began": "two"})
+    for line in (
+        {"facts": {"machine": "some-gpu", "commit": "abc"}},
+        {"began": "one"},
+        timing.contest_line("a contest", rivals, {"Liger": "absent"}, "abc"),
+        {"ended": "one", "outcome": "passed", "seconds": 1, "why": ""},
+        {"began": "two"},
+    ):
+        timing.append(file, line)
     whole = file.read_bytes()
     with file.open("ab") as cut:
         cut.write(b'{"contest": "another", "conten')
@@ -337,8 +325,8 @@ def test_a_log_is_read_wherever_it_ends(tmp_path: Path) -> None:
 
 
 def options(**chosen: object) -> Namespace:
-    every = {"short": False, "only": None, "device": "cuda", "seconds": None, "rehearse": False, "headlines": False}
-    return Namespace(**every | {"resume": False} | chosen)
+    off = dict.fromkeys(("short", "rehearse", "headlines", "resume"), False)
+    return Namespace(**off | {"only": None, "device": "cuda", "seconds": None} | chosen)
 
 
 @pytest.mark.parametrize(("culprit", "again"), [("Liger", True), (OURS, False)])
@@ -395,7 +383,9 @@ def rehearsal(folder: Path, *chosen: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "end", [pytest.param(signal.SIGKILL, id="killed"), slow(signal.SIGINT, shows="that Ctrl-C still makes the page")]
 )
-def test_a_run_that_is_stopped_keeps_what_has_ended(end: signal.Signals, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_keeps_what_has_ended(
+    end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, process = tmp_path / "contests.jsonl", rehearsal(tmp_path, "--only", "test_bandwidth or test_overhead")
     while not timing.read(file).contests:
         assert process.poll() is None
@@ -406,14 +396,13 @@ def test_a_run_that_is_stopped_keeps_what_has_ended(end: signal.Signals, tmp_pat
     if end == signal.SIGKILL:  # no page; one is made of what there is
         assert not list(tmp_path.glob("*.md"))
         arguments = ["benchmarks", "--from", str(file), "--out", str(tmp_path), "--device", "cuda", "--short"]
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(sys, "argv", arguments)
-            assert run.main() == 0
+        monkeypatch.setattr(sys, "argv", arguments)
+        assert run.main() == 0
     else:
         assert "\nnot measured: " in said
-    (page,) = tmp_path.glob("*.md")
-    assert "memory bandwidth" in page.read_text()
-    assert "no time was taken in this run" in page.read_text()
+    (page,) = (path.read_text() for path in tmp_path.glob("*.md"))
+    assert "memory bandwidth" in page
+    assert "no time was taken in this run" in page
 
 
 @pytest.mark.slow("that every contest of a GPU runs, as far as a CPU can tell")
@@ -434,10 +423,10 @@ def test_every_contest_of_a_gpu_runs(tmp_path: Path) -> None:
 LEVELS = {"simd_levels": ["baseline", "avx2", "avx512"]}
 
 
-@pytest.mark.parametrize(("simd", "above"), [("baseline", False), ("avx2", False), ("avx512", True)])
-def test_avx2_alone_is_a_target_of_better_machines(simd: str, above: bool) -> None:
-    held = targets.targets_of("cpu", LEVELS | {"simd": simd})
-    assert any(target.contest.endswith(targets.AVX2_ALONE) for target in held) is above
+def test_avx2_alone_is_a_target_of_better_machines() -> None:
+    for simd, above in (("baseline", False), ("avx2", False), ("avx512", True)):
+        held = targets.targets_of("cpu", LEVELS | {"simd": simd})
+        assert any(target.contest.endswith(targets.AVX2_ALONE) for target in held) is above, simd
     assert not targets.above_avx2({"simd_levels": ["baseline"], "simd": "baseline"})
 
 
@@ -451,11 +440,9 @@ def test_published_times_are_targets_of_the_gpu_that_they_are_of() -> None:
     assert not published("NVIDIA H200")
 
 
-@pytest.mark.parametrize(
-    ("short", "device", "above"), [(False, "cpu", True), (True, "cpu", True), (False, "cuda", True)]
-)
+@pytest.mark.parametrize(("short", "device"), [(False, "cpu"), (True, "cpu"), (False, "cuda")])
 def test_avx2_alone_runs_in_a_process_of_its_own(
-    short: bool, device: str, above: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    short: bool, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[tuple[str, dict[str, str]]] = []
 
@@ -466,7 +453,7 @@ def test_avx2_alone_runs_in_a_process_of_its_own(
     for name in run.CACHES:
         monkeypatch.setenv(name, "of all others")
     monkeypatch.setattr(run.subprocess, "Popen", child)
-    monkeypatch.setattr(run, "above_avx2", lambda info: above)
+    monkeypatch.setattr(run, "above_avx2", lambda info: True)
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     run.measure(options(short=short, device=device), tmp_path / "log")
     file, environment = ran[0]
@@ -508,13 +495,13 @@ def test_a_whole_run_on_a_cpu_keeps_its_log(monkeypatch: pytest.MonkeyPatch, tmp
 
 # ---- the page and its picture ----------------------------------------------------------------------------------------
 
-
+Result = tuple[Path, dict[str, Any]]
 FORWARD = "logprob_entropy forward"
 SAID = "All contenders ran on 2 threads: a short product took 9 ms on 1 and 5 ms on 2."
 
 
 @pytest.fixture
-def result(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def result(tmp_path: Path) -> Result:
     """A result as a run writes it, of made-up times of one contest."""
     contests = {FORWARD: timings([0.1, 0.1, 0.1, 0.2] * 3, TRL=[0.2, 0.3, 0.4, 0.4] * 3, verl=[1.5] * 12)}
     seen = quiet.judge([[USUAL] * 7], quiet.Rates())
@@ -528,7 +515,7 @@ def result(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return base, json.loads(base.with_suffix(".json").read_text())
 
 
-def test_the_page_says_what_the_run_says(result: tuple[Path, dict[str, Any]]) -> None:
+def test_the_page_says_what_the_run_says(result: Result) -> None:
     base, found = result
     page = performance.page([(base.with_suffix(".json"), found)])
     assert "## Some CPU, 2 cores, 2000-01-01\n" in page
@@ -541,14 +528,14 @@ def test_the_page_says_what_the_run_says(result: tuple[Path, dict[str, Any]]) ->
     assert row.rpartition(" | ")[0] in base.with_suffix(".md").read_text()
 
 
-def test_a_result_has_both_times_and_says_by_which_it_is_judged(result: tuple[Path, dict[str, Any]]) -> None:
+def test_a_result_has_both_times_and_says_by_which_it_is_judged(result: Result) -> None:
     trl = result[1]["contests"][FORWARD]["TRL"]
     assert (trl["fastest_seconds"], trl["median_seconds"]) == (0.2, pytest.approx(0.35))
     assert trl["times_ours"] == {"value": 2, "interval": [2, 2], "median": pytest.approx(2.5)}
     assert {row["verdict"]["by"] for row in result[1]["targets"]} == {"the fastest rounds"}
 
 
-def test_results_that_know_medians_alone_are_shown_as_they_were(result: tuple[Path, dict[str, Any]]) -> None:
+def test_results_that_know_medians_alone_are_shown_as_they_were(result: Result) -> None:
     """The GPU results from before there were fastest rounds."""
     base, found = result
     for row in found["targets"]:
@@ -566,7 +553,7 @@ def test_results_that_know_medians_alone_are_shown_as_they_were(result: tuple[Pa
     assert picture.words("", old).splitlines()[2] == "Log-probability and entropy: TRL: 2x [2.0, 2.0]"
 
 
-def test_the_page_says_first_that_no_run_was_quiet(result: tuple[Path, dict[str, Any]]) -> None:
+def test_the_page_says_first_that_no_run_was_quiet(result: Result) -> None:
     base, found = result
     noisy = found | {"quiet": found["quiet"] | {"quiet": False}}
     page = performance.page([(base, noisy)])
@@ -575,7 +562,7 @@ def test_the_page_says_first_that_no_run_was_quiet(result: tuple[Path, dict[str,
     assert performance.NEVER_QUIET not in performance.page([(base, noisy), (base, found)])
 
 
-def test_the_picture_keeps_its_words(result: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_picture_keeps_its_words(result: Result, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, (_, found) = tmp_path / "some.png", result
     assert picture.words_in(file) is None
@@ -591,6 +578,5 @@ def test_the_picture_keeps_its_words(result: tuple[Path, dict[str, Any]], tmp_pa
 
 def test_a_run_that_was_not_quiet_says_so_in_its_title() -> None:
     calm = quiet.judge([[USUAL] * 6], quiet.Rates())
-    assert "quiet" not in run.title_of(Namespace(short=False), calm)
-    assert run.title_of(Namespace(short=False), dataclasses.replace(calm, low=1)).endswith("was not quiet")
-    assert "quiet" not in run.title_of(Namespace(short=False), None)
+    assert run.title_of(options(), dataclasses.replace(calm, low=1)).endswith("was not quiet")
+    assert not any("quiet" in run.title_of(options(), seen) for seen in (calm, None))

@@ -15,7 +15,6 @@ cuda_clock = pytest.importorskip("benchmarks.cuda_clock")
 from benchmarks import judging, report, targets, timing  # noqa: E402
 
 CACHE_BYTES = 4096
-SYNCHRONISING = "called a synchronizing CUDA operation"
 
 
 class Event:
@@ -53,17 +52,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     stream = SimpleNamespace(wait_stream=nothing)
     made_up = Gpu(
+        **dict.fromkeys(("stream", "graph", "_sleep", "synchronize", "reset_peak_memory_stats"), nothing),
+        **dict.fromkeys(("Stream", "current_stream"), lambda: stream),
         Event=Event,
         CUDAGraph=Graph,
-        Stream=lambda: stream,
-        current_stream=lambda: stream,
-        stream=nothing,
-        graph=nothing,
         graph_pool_handle=lambda: (0, 1),
         current_device=lambda: 0,
-        _sleep=nothing,
-        synchronize=nothing,
-        reset_peak_memory_stats=nothing,
         memory_allocated=lambda: 100,
         max_memory_allocated=lambda: 164,
         get_sync_debug_mode=lambda: "default",
@@ -105,14 +99,18 @@ def test_longer_work_is_replayed_where_the_gpu_waits_for_the_host(
     assert cuda.ready(print).timed_by == timed_by
 
 
-def test_work_that_waits_for_the_gpu_is_not_recorded(cuda, gpu: Gpu) -> None:
+def test_work_that_waits_for_the_gpu_is_not_recorded_and_other_errors_are_not_hidden(cuda, gpu: Gpu) -> None:
     def work() -> None:
         if gpu.mode == "error":
-            raise RuntimeError(SYNCHRONISING)
+            raise RuntimeError(error)
 
+    error = "called a synchronizing CUDA operation"
     ready = cuda.ready(work)
     assert (ready.work, ready.timed_by) == (work, clock.NOT_RECORDED)
     assert gpu.mode == "default"
+    error = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        cuda.ready(work)
 
 
 def test_work_that_cannot_be_recorded_is_timed_by_events(cuda, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,15 +127,6 @@ def test_work_that_cannot_be_recorded_is_timed_by_events(cuda, gpu: Gpu, monkeyp
     with pytest.warns(UserWarning, match="timed by events: operation failed"):
         ready = cuda.ready(print)
     assert (ready.work, ready.timed_by, recording) == (print, clock.NOT_RECORDED, ["begun", (0, (0, 1))])
-
-
-def test_another_error_is_not_taken_for_waiting(cuda, gpu: Gpu) -> None:
-    def work() -> None:
-        if gpu.mode == "error":
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        cuda.ready(work)
 
 
 def test_preparation_is_not_timed(cuda) -> None:
@@ -171,14 +160,10 @@ def test_the_callers_clock_lets_the_gpu_finish_before_its_queue_is_full(gpu: Gpu
     assert events == ["wait", *["call"] * 200, "wait", *["call"] * 200, "wait", *["call"] * 50, "wait"]
 
 
-def contender(role: str, *seconds: float) -> timing.Timing:
-    return timing.Timing(role, "4", 1, list(seconds))
-
-
 def test_bandwidth_is_judged_by_that_of_the_same_run() -> None:
     rivals = {
-        report.OURS: contender("ours", *[1.0, 2.0, 4.0] * 2),
-        "copy": contender("yardstick", *[0.9, 1.9, 3.7] * 2),
+        report.OURS: timing.Timing("ours", "4", 1, [1.0, 2.0, 4.0] * 2),
+        "copy": timing.Timing("yardstick", "4", 1, [0.9, 1.9, 3.7] * 2),
     }
     share = judging.ShareOf("", "copy", 90).judge(rivals, judging.RULES["cuda"])
     assert (share.value, share.outcome) == (pytest.approx(92.5), "met")

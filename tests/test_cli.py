@@ -27,7 +27,6 @@ WORST = {
     "entropy": Difference("cpu", "entropy", (3,), 1e-6, 1e-5),
     "topk_mask": Difference("cpu", "mask", None, 0.0, 0.0),
 }
-WRONG = WORST | {"entropy": Difference("cpu", "entropy", (0,), math.inf, 1e-5)}
 
 
 @pytest.fixture
@@ -69,57 +68,48 @@ def test_the_report_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture
 
 def test_what_is_wrong_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """An infinite error is no number of JSON's."""
-    found["torch"] = WRONG
+    found["torch"] = WORST | {"entropy": Difference("cpu", "entropy", (0,), math.inf, 1e-5)}
     report = as_json(capsys, 1)
     assert not report["good"]
-    assert report["devices"][0]["backends"][1]["ops"]["entropy"] == {
-        "output": "entropy", "error": None, "allowed": 1e-5, "agrees": False
-    }  # fmt: skip
+    entropy = report["devices"][0]["backends"][1]["ops"]["entropy"]
+    assert entropy == {"output": "entropy", "error": None, "allowed": 1e-5, "agrees": False}
 
 
-@pytest.mark.parametrize(("backend", "status"), [("torch", 0), ("cpu", 1)])
-def test_what_does_not_run_as_json(
-    found: dict[str, Any], capsys: pytest.CaptureFixture[str], backend: str, status: int
-) -> None:
+def test_what_does_not_run_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """It matters only where the back-end serves."""
-    found[backend] = OSError("no C compiler")
-    runs = {run["backend"]: run for run in as_json(capsys, status)["devices"][0]["backends"]}
-    assert (runs[backend]["error"], runs[backend]["ops"]) == ("OSError: no C compiler", {})
+    for place, backend, status in ((1, "torch", 0), (0, "cpu", 1)):
+        found |= {"cpu": WORST, "torch": WORST, backend: OSError("no C compiler")}
+        run = as_json(capsys, status)["devices"][0]["backends"][place]
+        assert (run["backend"], run["error"], run["ops"]) == (backend, "OSError: no C compiler", {})
 
 
 WHEEL = "80-real 86-real 89-real 90-real 100-real 120"
 
 
-@pytest.mark.parametrize(
-    ("architectures", "capabilities"),
-    [
-        (WHEEL, ["8.0", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1", "13.0"]),  # the last by PTX
-        ("86-real", ["8.6", "8.9"]),
-        ("86-virtual", ["8.6", "9.0", "12.0"]),
-        ("90a-real", ["9.0"]),
-        ("native", ["7.5", "9.0"]),
-    ],
-)
-def test_gpus_for_which_there_is_code(architectures: str, capabilities: list[str]) -> None:
-    for capability in capabilities:
-        major, minor = capability.split(".")
-        assert _doctor.without_code(architectures, (int(major), int(minor))) == ""
+def test_gpus_for_which_there_is_code() -> None:
+    for architectures, capabilities in {
+        WHEEL: "8.0 8.7 8.9 9.0 10.0 10.3 12.0 12.1 13.0",  # the last by PTX
+        "86-real": "8.6 8.9",
+        "86-virtual": "8.6 9.0 12.0",
+        "90a-real": "9.0",
+        "native": "7.5 9.0",
+    }.items():
+        for capability in capabilities.split():
+            major, minor = map(int, capability.split("."))
+            assert _doctor.without_code(architectures, (major, minor)) == "", capability
 
 
-@pytest.mark.parametrize(
-    ("architectures", "capability", "helps"),
-    [
+def test_gpus_for_which_there_is_none() -> None:
+    for architectures, capability, helps in (
         (WHEEL, (7, 5), "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"),
         (WHEEL, (11, 0), f"CMAKE_CUDA_ARCHITECTURES='{WHEEL.replace(' ', ';')};110-real' ."),
         ("86-real", (8, 0), "CMAKE_CUDA_ARCHITECTURES='86-real;80-real' ."),
         ("90-real", (10, 0), "CMAKE_CUDA_ARCHITECTURES='90-real;100-real' ."),
         ("90-virtual", (8, 9), "CMAKE_CUDA_ARCHITECTURES='90-virtual;89-real' ."),
-    ],
-)
-def test_gpus_for_which_there_is_none(architectures: str, capability: tuple[int, int], helps: str) -> None:
-    said = _doctor.without_code(architectures, capability)
-    assert said.startswith(f"; the library has no code for this GPU, only for {architectures}; ")
-    assert said.endswith(helps)
+    ):
+        said = _doctor.without_code(architectures, capability)
+        assert said.startswith(f"; the library has no code for this GPU, only for {architectures}; ")
+        assert said.endswith(helps)
 
 
 def test_the_report_names_a_gpu_without_code(
@@ -158,16 +148,8 @@ def test_the_report_as_text_is_the_same_by_every_command(
     assert [commands.main(), commands.main(["doctor"]), commands.console()] == [0, 0, 0]
     first, second, third = re.split(r"^(?=torch \d)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     assert first == second == third
-    assert [line.split() for line in first.splitlines()][-2:] == [
-        ["entropy", "0.10", "0.10"],
-        ["topk_mask", "equal", "equal"],
-    ]
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        commands.main(["--version"])
-    assert (end.value.code, capsys.readouterr().out) == (0, f"d3s_kernels {d3s.__version__}\n")
+    *_, entropy, topk_mask = map(str.split, first.splitlines())
+    assert (entropy, topk_mask) == (["entropy", "0.10", "0.10"], ["topk_mask", "equal", "equal"])
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,22 +162,19 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(arguments) > 1 or all(f"d3s {name}  " in said for name in commands.COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_errors_name_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
         ([], "d3s: error: the following arguments are required: command"),
         (["docter"], "d3s: error: argument command: invalid choice: 'docter'"),
         (["--jsn"], "d3s: error: the following arguments are required: command"),
         (["doctor", "--jsn"], "d3s doctor: error: unrecognized arguments: --jsn"),
         (["profile", "--model", "x"], "d3s profile: error: the following arguments are required: --dataset, --reward"),
         (["profile", "--samples", "few"], "d3s profile: error: argument --samples: invalid int value: 'few'"),
-    ],
-)
-def test_errors_name_the_argument(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        commands.main(arguments)
-    assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit) as end:
+            commands.main(arguments)
+        assert end.value.code == 2, arguments
+        assert said in capsys.readouterr().err
 
 
 def test_profile_is_the_same_as_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +185,11 @@ def test_profile_is_the_same_as_its_module(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_console_script_is_the_command() -> None:
-    lists = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    ((module, name),) = re.findall(r'^\[project\.scripts\]\nd3s = "(.+):(.+)"$', lists, re.MULTILINE)
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ((module, name),) = re.findall(r'^\[project\.scripts\]\nd3s = "(.+):(.+)"$', text, re.MULTILINE)
     assert getattr(importlib.import_module(module), name) is commands.console
 
 
-def test_it_is_started_as_a_module() -> None:
+def test_it_is_started_as_a_module_and_says_its_version() -> None:
     done = subprocess.run([sys.executable, "-m", "d3s_kernels", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"d3s_kernels {d3s.__version__}\n"), done.stderr

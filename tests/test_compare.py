@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import _torch
 from d3s_kernels._dispatch import backends
+from d3s_kernels._exact import FUNCTIONS, Row
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
@@ -21,9 +23,7 @@ def test_a_row_for_each_back_end_and_result() -> None:
     logits, labels = torch.randn(3, 9, requires_grad=True), torch.tensor([1, -100, 8])
     found = d3s.compare(d3s.logprob_entropy, logits, labels, temperature=0.7)
     outputs = ["logprob", "entropy", "gradient of logits"]
-    assert [(row.backend, row.output) for row in found] == [
-        (name, part) for name in ("cpu", "torch") for part in outputs
-    ]
+    assert [(row.backend, row.output) for row in found] == [*product(("cpu", "torch"), outputs)]
     assert found.agrees
     assert all(0 <= row.share < 1 for row in found)
     assert all(len(row.index) == (2 if "gradient" in row.output else 1) for row in found if row.index is not None)
@@ -61,15 +61,13 @@ def test_a_back_end_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("place", [0, 5])
 def test_not_a_number_and_infinity_are_no_small_errors(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = FUNCTIONS["entropy"].results
     for value in (math.nan, math.inf):
 
         def entropy(logits: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, value: float = value):
             return torch.full((6,), 1e-7, dtype=torch.float64).index_fill(0, torch.tensor([place]), value)
 
-        from d3s_kernels._exact import FUNCTIONS, Row
-
-        row = FUNCTIONS["entropy"]
-        monkeypatch.setitem(FUNCTIONS, "entropy", Row(entropy, row.results))
+        monkeypatch.setitem(FUNCTIONS, "entropy", Row(entropy, results))
         found = d3s.compare(d3s.entropy, torch.zeros(6, 1))
         assert [(part.index, part.error) for part in found] == [((place,), math.inf)] * len(found)
 

@@ -15,10 +15,10 @@ VOCABULARY, HIDDEN = 50, 16
 
 
 def clipped_surrogate(
-    logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, rewards: Tensor, keep: Any, ratio: Any, room: int
+    logprob: Tensor, entropy: Tensor, labels: Tensor, old: Tensor, rewards: Tensor, keep: Any, ratio: Any, room: int
 ) -> tuple[Tensor, ...]:
     """The loss of GSPO over the tokens that D3S keeps, and every selection on the way to it."""
-    advantages = d3s.group_advantages(rewards)
+    advantages, mask = d3s.group_advantages(rewards), labels != -100
     rollouts = d3s.select_rollouts(advantages, keep).view(-1, 1)
     kept = d3s.select_tokens(entropy.detach(), advantages.flatten(), ratio, mask=mask & rollouts)
     highest = d3s.topk_mask(entropy, k=room, mask=mask.long())
@@ -30,8 +30,7 @@ def clipped_surrogate(
 
 
 def of_logits(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logprob, entropy = d3s.logprob_entropy(logits, labels)
-    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+    return clipped_surrogate(*d3s.logprob_entropy(logits, labels), labels, *rest)
 
 
 def including(kept: d3s.SamplingMask, labels: Tensor) -> dict[str, Any]:
@@ -39,8 +38,7 @@ def including(kept: d3s.SamplingMask, labels: Tensor) -> dict[str, Any]:
 
 
 def of_sampled_logits(logits: Tensor, labels: Tensor, kept: d3s.SamplingMask, *rest: Any) -> tuple[Tensor, ...]:
-    logprob, entropy = d3s.logprob_entropy(logits, labels, **including(kept, labels))
-    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+    return clipped_surrogate(*d3s.logprob_entropy(logits, labels, **including(kept, labels)), labels, *rest)
 
 
 class Model(nn.Module):
@@ -58,15 +56,13 @@ class Model(nn.Module):
 
 
 def of_a_head(model: Model, hidden: Tensor, labels: Tensor, max_rows: int, *rest: Any) -> tuple[Tensor, ...]:
-    logprob, entropy = model(hidden, labels, max_rows)
-    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+    return clipped_surrogate(*model(hidden, labels, max_rows), labels, *rest)
 
 
 def of_a_sampled_head(
     model: Model, hidden: Tensor, labels: Tensor, max_rows: int, kept: d3s.SamplingMask, *rest: Any
 ) -> tuple[Tensor, ...]:
-    logprob, entropy = model(hidden, labels, max_rows, **including(kept, labels))
-    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+    return clipped_surrogate(*model(hidden, labels, max_rows, **including(kept, labels)), labels, *rest)
 
 
 def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[Tensor], *arguments: Any) -> None:
@@ -76,8 +72,7 @@ def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[
         loss, *others = function(*arguments)
         results.append((loss.detach(), *others, *torch.autograd.grad(loss, leaves)))
     assert all(gradient.any() for gradient in results[1][-len(leaves) :])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
 # ---- twenty steps ----------------------------------------------------------------------------------------------------
@@ -113,25 +108,18 @@ def older(logprob: Tensor) -> Tensor:
 
 
 @FORMS
-def test_a_loss_of_logits(backend: str, dynamic: bool | None, calls: int, as_tensors: bool) -> None:
-    compiled = compiled_once(of_logits, backend, dynamic, calls)
-    for i in range(20):
-        labels, *rest = labels_and_budgets(i, as_tensors)
-        logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
-        old = older(d3s.logprob_entropy(logits, labels)[0])
-        assert_same_gradients(compiled, of_logits, [logits], logits, labels, old, *rest)
-
-
-@FORMS
-def test_a_loss_of_sampled_logits(backend: str, dynamic: bool | None, calls: int, as_tensors: bool) -> None:
+@pytest.mark.parametrize("loss", [of_logits, of_sampled_logits])
+def test_a_loss_of_logits(
+    loss: Callable[..., Any], backend: str, dynamic: bool | None, calls: int, as_tensors: bool
+) -> None:
     """A sampling mask is an argument of the compiled function. Its number of ids changes too."""
-    compiled = compiled_once(of_sampled_logits, backend, dynamic, calls)
+    compiled = compiled_once(loss, backend, dynamic, calls)
     for i in range(20):
         labels, *rest = labels_and_budgets(i, as_tensors)
-        kept = some_spans(labels)
+        kept = [some_spans(labels)] if loss is of_sampled_logits else []
         logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
         old = older(d3s.logprob_entropy(logits, labels)[0])
-        assert_same_gradients(compiled, of_sampled_logits, [logits], logits, labels, kept, old, *rest)
+        assert_same_gradients(compiled, loss, [logits], logits, labels, *kept, old, *rest)
 
 
 @FORMS

@@ -41,21 +41,17 @@ RUNS = SUITES if EVERYTHING else (sum(SUITES, ()),)
 
 def build(folder: Path, *options: str) -> Path:
     """Builds the emulated library in a folder that the next run reuses. Only one process builds at a time."""
+    root = Path(torch.__file__).parent
+    configure = [CMAKE, "-S", str(TESTS / "cuda_shim"), "-B", str(folder), f"-DTORCH_ROOT={root}", *options]
+    if shutil.which("ninja", path=TOOLS):
+        configure += ["-G", "Ninja"]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return build_in(folder, *options)
-
-
-def build_in(folder: Path, *options: str) -> Path:
-    environment = {**os.environ, "PATH": TOOLS}
-    torch_root = Path(torch.__file__).parent
-    configure = [CMAKE, "-S", str(TESTS / "cuda_shim"), "-B", str(folder), f"-DTORCH_ROOT={torch_root}", *options]
-    if shutil.which("ninja", path=TOOLS):
-        configure += ["-G", "Ninja"]
-    for command in (configure, [CMAKE, "--build", str(folder), "--parallel", "2"]):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        for command in (configure, [CMAKE, "--build", str(folder), "--parallel", "2"]):
+            environment = {**os.environ, "PATH": TOOLS}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
@@ -73,32 +69,20 @@ def sanitized() -> Path:
     return build(build_folder(f"emulated-sanitized-torch-{torch.__version__}"), "-DD3S_SANITIZE=ON")
 
 
-def child_environment(*folders: str) -> dict[str, str]:
-    """The environment of a child Python that imports this same package."""
-    path = [*folders, str(Path(d3s_kernels.__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
 def run_pytest(*arguments: str, **environment: str) -> str:
     """Runs pytest in a child process, in which other kernels replace the CPU's. Returns its output."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=TESTS,
-        env={**child_environment(), **environment},
-    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", *arguments]
+    path = [str(Path(d3s_kernels.__file__).parents[1]), os.environ.get("PYTHONPATH")]  # this same package
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS, env=environment)
     print(done.stdout[-300:])
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout
 
 
 def run_emulated(library: Path, *arguments: str, **environment: str) -> str:
-    return run_pytest(
-        "-p", "emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment
-    )
+    environment["D3S_EMULATED_LIBRARY"] = str(library / "_emulated.so")
+    return run_pytest("-p", "emulated_cuda", *arguments, **environment)
 
 
 # With fibres in place of threads, an example takes a hundred times as long as on the CPU kernels.

@@ -24,19 +24,16 @@ from _demo.rollouts import Recorded, record, up_to  # noqa: E402
 import d3s_kernels as d3s  # noqa: E402
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
+def test_the_verifier_reads_the_last_answer() -> None:
+    for text, right in (
         ("4 + 5 = 9, the answer is 9.", True),
         ("the answer is 8. No, the answer is 9", True),
         ("the answer is 9. No, the answer is 8", False),
         ("4 + 5 = 9.", False),
         ("the answer is 90", False),
         ("", False),
-    ],
-)
-def test_the_verifier_reads_the_last_answer(text: str, right: bool) -> None:
-    assert is_right(text, 9) == right
+    ):
+        assert is_right(text, 9) == right, text
 
 
 def test_the_solutions_of_problems_are_right() -> None:
@@ -72,10 +69,8 @@ def made() -> tuple[Any, Any, Recorded]:
     assert 0 < len(steps) <= 24
     # Whatever the answers are, every problem gets right and wrong ones.
     rewards = (torch.arange(24).view(3, 8) % torch.tensor([2, 3, 4])[:, None] == 0).float()
-    texts = [
-        f"the answer is {recorded.problems[i // 8].answer if reward else 99}"
-        for i, reward in enumerate(rewards.flatten())
-    ]
+    answers = [recorded.problems[i // 8].answer if reward else 99 for i, reward in enumerate(rewards.flatten())]
+    texts = [f"the answer is {answer}" for answer in answers]
     return model, tokenizer, Recorded(recorded.problems, recorded.prompts, recorded.completions, texts, rewards)
 
 
@@ -83,10 +78,7 @@ def made() -> tuple[Any, Any, Recorded]:
 def test_both_trainers_get_the_same_and_keep_the_budget(made: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, recorded = made
 
-    def reward(completions: list[Any], **_: Any) -> list[float]:
-        return recorded.rewards.flatten().tolist()
-
-    monkeypatch.setattr(update, "reward", reward)
+    monkeypatch.setattr(update, "reward", lambda completions, **_: recorded.rewards.flatten().tolist())
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     everything = update.grpo(model, tokenizer, recorded, lambda: None)
     assert len(everything.batch["completion_ids"]) == 24
@@ -104,15 +96,18 @@ def test_both_trainers_get_the_same_and_keep_the_budget(made: tuple, monkeypatch
     assert found == [tokens for tokens, keep in zip(recorded.completions, kept.tolist(), strict=True) if keep]
     assert int(ours.batch["d3s_kept"].sum()) == -(-sum(lengths) // 10)
     model.load_state_dict(weights)
-    gradient = plain.gradient(model, ours.batch)
-    assert plain.relative_difference(ours.gradient, gradient) < 1e-4
+    assert plain.relative_difference(ours.gradient, plain.gradient(model, ours.batch)) < 1e-4
     ours.batch["d3s_kept"] = ours.batch["d3s_kept"].roll(1, dims=0)  # other tokens have another gradient
     assert plain.relative_difference(ours.gradient, plain.gradient(model, ours.batch)) > 0.1
 
 
+def demo(folder: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, EXAMPLES / "demo.py", *options], capture_output=True, text=True, cwd=folder)
+
+
 @pytest.mark.slow("the whole demo without SmolLM2")
 def test_the_demo_without_a_model_says_so_and_runs(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, EXAMPLES / "demo.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = demo(tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "The model is a stand-in" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -125,8 +120,6 @@ def test_the_demo_without_a_model_says_so_and_runs(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "demo.py", "--model", tmp_path], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = demo(tmp_path, "--model", tmp_path)
     assert done.returncode == 2
     assert "has no config.json; takes the folder of a saved model" in done.stderr

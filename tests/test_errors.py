@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,38 +40,28 @@ def bad(argument: str, function: Callable[..., object], *args: object, **kwargs:
     return pytest.param(argument, function, args, kwargs)
 
 
+def each(argument: str, values: Iterable[object], function: Callable[..., object], *args: object, **kwargs: object):
+    """A case for each of these bad values of a named argument."""
+    return [bad(argument, function, *args, **kwargs, **{argument: value}) for value in values]
+
+
+def trues(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bool, **options)
+
+
 def logits_cases() -> list[object]:
     """What every function of logits refuses."""
+    logits = [LOGITS.double(), LOGITS.long(), LOGITS.tolist(), torch.zeros(())]
+    logits += [torch.zeros(2, 3, 10)[..., ::2], torch.zeros(2, 5, 3).mT]
+    temperatures = [0.0, -1.0, NAN, math.inf, "hot", torch.tensor(0.0), torch.tensor(1), torch.tensor([1.0, -1.0, 1.0])]
+    temperatures += [torch.full((2, 3), NAN), torch.ones(4), torch.ones(2, 3, 1)]
+    masks = [torch.ones(2, 3), torch.ones(3, 2, dtype=torch.int32), trues(3), trues(2, 3, 5)]
+    masks += [trues(2, 3, device=ELSEWHERE)]
     cases = []
-    for function, rest, mask in (
-        (entropy, (), "mask"),
-        (logprob_entropy, (LABELS,), "mask"),
-        (select_tokens_from_logits, (EACH, 0.5), "mask"),
-    ):
-        cases += [
-            bad("logits", function, LOGITS.double(), *rest),
-            bad("logits", function, LOGITS.long(), *rest),
-            bad("logits", function, LOGITS.tolist(), *rest),
-            bad("logits", function, torch.zeros(()), *rest),
-            bad("logits", function, torch.zeros(2, 3, 10)[..., ::2], *rest),
-            bad("logits", function, torch.zeros(2, 5, 3).mT, *rest),
-            bad("temperature", function, LOGITS, *rest, temperature=0.0),
-            bad("temperature", function, LOGITS, *rest, temperature=-1.0),
-            bad("temperature", function, LOGITS, *rest, temperature=NAN),
-            bad("temperature", function, LOGITS, *rest, temperature=math.inf),
-            bad("temperature", function, LOGITS, *rest, temperature="hot"),
-            bad("temperature", function, LOGITS, *rest, temperature=torch.tensor(0.0)),
-            bad("temperature", function, LOGITS, *rest, temperature=torch.tensor(1)),
-            bad("temperature", function, LOGITS, *rest, temperature=torch.tensor([1.0, -1.0, 1.0])),
-            bad("temperature", function, LOGITS, *rest, temperature=torch.full((2, 3), NAN)),
-            bad("temperature", function, LOGITS, *rest, temperature=torch.ones(4)),
-            bad("temperature", function, LOGITS, *rest, temperature=torch.ones(2, 3, 1)),
-            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3)}),
-            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(3, 2, dtype=torch.int32)}),
-            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(3, dtype=torch.bool)}),
-            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, 5, dtype=torch.bool)}),
-            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, dtype=torch.bool, device=ELSEWHERE)}),
-        ]
+    for function, rest in ((entropy, ()), (logprob_entropy, (LABELS,)), (select_tokens_from_logits, (EACH, 0.5))):
+        cases += [bad("logits", function, wrong, *rest) for wrong in logits]
+        cases += each("temperature", temperatures, function, LOGITS, *rest)
+        cases += each("mask", masks, function, LOGITS, *rest)
     return cases
 
 
@@ -80,101 +71,72 @@ def label_cases() -> list[object]:
         (logprob_entropy, (LOGITS,), LABELS, 5),
         (linear_logprob_entropy, (HIDDEN, WEIGHT), TARGETS, 7),
     ):
-        for label in (vocabulary, 2**40, -1, -99, -101):
-            wrong = labels.clone()
-            wrong.view(-1)[-1] = label
-            cases.append(bad("labels", function, *inputs, wrong))
-        cases += [
-            bad("labels", function, *inputs, labels.float()),
-            bad("labels", function, *inputs, labels[1:]),
-            bad("labels", function, *inputs, labels.unsqueeze(-1)),
-            bad("labels", function, *inputs, labels.to(ELSEWHERE)),
-            bad("labels", function, *inputs, None),
-        ]
+        last = torch.arange(labels.numel()).view(labels.shape) == labels.numel() - 1
+        wrong = [labels.masked_fill(last, label) for label in (vocabulary, 2**40, -1, -99, -101)]
+        wrong += [labels.float(), labels[1:], labels.unsqueeze(-1), labels.to(ELSEWHERE), None]
+        cases += each("labels", wrong, function, *inputs)
     return cases
 
 
 def linear_cases() -> list[object]:
-    def head(argument: str, **changes: object) -> object:
-        return bad(
-            argument, linear_logprob_entropy, **{"hidden": HIDDEN, "weight": WEIGHT, "labels": TARGETS, **changes}
-        )
-
+    half = {"hidden": HIDDEN.bfloat16(), "weight": WEIGHT.bfloat16()}
+    temperatures = [0.0, NAN, torch.tensor(-1.0), torch.tensor([1.0, 0.0, 1.0]), torch.ones(4)]
     return [
-        head("hidden", hidden=HIDDEN.double(), weight=WEIGHT.double()),
-        head("hidden", hidden=torch.zeros(()), labels=TARGETS[0]),
-        head("weight", weight=WEIGHT.double()),
-        head("weight", weight=WEIGHT.half(), hidden=HIDDEN.bfloat16()),
-        head("weight", weight=WEIGHT[:, :3]),
-        head("weight", weight=WEIGHT[0]),
-        head("weight", weight=WEIGHT.to(ELSEWHERE)),
-        head("bias", bias=torch.zeros(4)),
-        head("bias", bias=torch.zeros(7, dtype=torch.float64)),
-        head("bias", bias=torch.zeros(7, dtype=torch.float16), hidden=HIDDEN.bfloat16(), weight=WEIGHT.bfloat16()),
-        head("mask", mask=torch.ones(3)),
-        head("mask", mask=torch.ones(2, dtype=torch.bool)),
-        head("temperature", temperature=0.0),
-        head("temperature", temperature=NAN),
-        head("temperature", temperature=torch.tensor(-1.0)),
-        head("temperature", temperature=torch.tensor([1.0, 0.0, 1.0])),
-        head("temperature", temperature=torch.ones(4)),
-        head("logit_softcap", logit_softcap=0.0),
-        head("logit_softcap", logit_softcap=-30.0),
-        head("logit_softcap", logit_softcap=NAN),
-        head("logits_dtype", logits_dtype=torch.float64),
-        head("logits_dtype", logits_dtype=torch.int32),
-        head("max_rows", max_rows=-1),
-        head("max_grad_rows", max_grad_rows=-1),
-        head("workspace_bytes", workspace_bytes=0),
+        bad(argument, linear_logprob_entropy, **{"hidden": HIDDEN, "weight": WEIGHT, "labels": TARGETS, **changes})
+        for argument, changes in (
+            ("hidden", {"hidden": HIDDEN.double(), "weight": WEIGHT.double()}),
+            ("hidden", {"hidden": torch.zeros(()), "labels": TARGETS[0]}),
+            ("weight", {"weight": WEIGHT.half(), "hidden": HIDDEN.bfloat16()}),
+            *(("weight", {"weight": w}) for w in (WEIGHT.double(), WEIGHT[:, :3], WEIGHT[0], WEIGHT.to(ELSEWHERE))),
+            *(("bias", {"bias": bias}) for bias in (torch.zeros(4), torch.zeros(7, dtype=torch.float64))),
+            ("bias", {"bias": torch.zeros(7, dtype=torch.float16), **half}),
+            *(("mask", {"mask": mask}) for mask in (torch.ones(3), trues(2))),
+            *(("temperature", {"temperature": temperature}) for temperature in temperatures),
+            *(("logit_softcap", {"logit_softcap": cap}) for cap in (0.0, -30.0, NAN)),
+            *(("logits_dtype", {"logits_dtype": dtype}) for dtype in (torch.float64, torch.int32)),
+            *((name, {name: -1}) for name in ("max_rows", "max_grad_rows")),
+            ("workspace_bytes", {"workspace_bytes": 0}),
+        )
     ]
 
 
 def segment_cases() -> list[object]:
     """What every function of segments refuses."""
-    cases = []
+    offsets = [
+        *map(torch.tensor, ([1, 12], [0, 8, 6, 12], [0, -3, 12], [0, 11], [0, 13], [0, 2**40, 12], [[0, 12]])),
+        torch.tensor([], dtype=torch.long),
+        torch.tensor([0.0, 12.0]),
+        torch.tensor([0, 12], dtype=torch.int16),
+        torch.tensor([0, 12], device=ELSEWHERE),
+        [0, 12],
+    ]
+    one, cases = torch.tensor(1.0), []
     for name, function, rest in (
         ("scores", topk_mask, (0.5,)),
-        ("entropy", select_tokens, (torch.tensor(1.0), 0.5)),
+        ("entropy", select_tokens, (one, 0.5)),
         ("rewards", group_advantages, ()),
         ("values", max_variance_select, (2,)),
         *(("advantages|values", partial(select_rollouts, rule=rule), (2,)) for rule in ROLLOUT_RULES),
-        *(("entropy", partial(select_tokens, rule=rule), (torch.tensor(1.0), 0.5)) for rule in TOKEN_RULES),
+        *(("entropy", partial(select_tokens, rule=rule), (one, 0.5)) for rule in TOKEN_RULES),
     ):
-        wrong = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.long)
-        cases += [
-            *(bad(name, function, SCORES.to(dtype), *rest) for dtype in wrong),
-            bad(name, function, torch.zeros(()), *rest),
-            bad(name, function, [0.0, 1.0], *rest),
-            bad(f"{name}|offsets", function, SCORES, *rest, offsets=torch.tensor([0, 12])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([1, 12])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 8, 6, 12])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, -3, 12])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 11])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 13])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 2**40, 12])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([], dtype=torch.long)),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([[0, 12]])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0.0, 12.0])),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 12], dtype=torch.int16)),
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 12], device=ELSEWHERE)),
-            bad("offsets", function, FLAT, *rest, offsets=[0, 12]),
-        ]
+        dtypes = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.long)
+        wrong = [*map(SCORES.to, dtypes), torch.zeros(()), [0.0, 1.0]]
+        cases += [bad(name, function, values, *rest) for values in wrong]
+        cases += [bad(f"{name}|offsets", function, SCORES, *rest, offsets=torch.tensor([0, 12]))]
+        cases += each("offsets", offsets, function, FLAT, *rest)
         if function is not group_advantages:
-            cases += [
-                bad("mask", function, SCORES, *rest, mask=torch.ones(2, 6)),
-                bad("mask", function, SCORES, *rest, mask=torch.ones(6, dtype=torch.bool)),
-                bad("mask", function, SCORES, *rest, mask=torch.ones(2, 6, dtype=torch.bool, device=ELSEWHERE)),
-            ]
+            masks = torch.ones(2, 6), trues(6), trues(2, 6, device=ELSEWHERE)
+            cases += each("mask", masks, function, SCORES, *rest)
         if function is not group_advantages and name != "advantages|values":
-            cases += [
-                bad("max_segment", function, SCORES, *rest, max_segment=-1),
-                bad("max_segment", function, SCORES, *rest, max_segment=1.5),
-            ]
+            cases += each("max_segment", (-1, 1.5), function, SCORES, *rest)
     return cases
 
 
 def quota_cases() -> list[object]:
     """Ratio, k and keep."""
+    ratios = [0.0, -0.1, 1.0 + 1e-9, 20, NAN, math.inf, None, "half", True]
+    ratios += [*map(torch.tensor, (0.0, -0.1, 1.5, NAN, [0.5, 0.5], 1)), torch.tensor(0.5, device=ELSEWHERE)]
+    tensors = [torch.tensor(number) for number in (0, -1, 2.5, [2, 2])]
     cases = []
     for function, args in (
         (topk_mask, (SCORES,)),
@@ -182,157 +144,88 @@ def quota_cases() -> list[object]:
         (partial(select_tokens, rule="entropy_quantile"), (SCORES, None)),
         (select_tokens_from_logits, (LOGITS, EACH)),
     ):
-        numbers = (0.0, -0.1, 1.0 + 1e-9, 20, NAN, math.inf)
-        cases += [bad("ratio", function, *args, number) for number in numbers]
-        cases += [bad("ratio", function, *args, torch.tensor(float(number))) for number in (0.0, -0.1, 1.5, NAN)]
-        cases += [
-            bad("ratio", function, *args, torch.tensor([0.5, 0.5])),
-            bad("ratio", function, *args, torch.tensor(1)),
-            bad("ratio", function, *args, torch.tensor(0.5, device=ELSEWHERE)),
-            bad("ratio", function, *args, None),
-            bad("ratio", function, *args, "half"),
-            bad("ratio", function, *args, True),
-        ]
+        cases += [bad("ratio", function, *args, ratio) for ratio in ratios]
     for function in (max_variance_select, *(partial(select_rollouts, rule=rule) for rule in ROLLOUT_RULES)):
-        cases += [bad("keep", function, SCORES, number) for number in (0, -1, 2.5, None, "two", True)]
-        cases += [bad("keep", function, SCORES, torch.tensor(number)) for number in (0, -1, 2.5, [2, 2])]
+        cases += [bad("keep", function, SCORES, keep) for keep in (0, -1, 2.5, None, "two", True, *tensors)]
     return [
         *cases,
-        bad("k", topk_mask, SCORES, k=0),
-        bad("k", topk_mask, SCORES, k=-3),
-        bad("k", topk_mask, SCORES, k=1.5),
-        *(bad("k", topk_mask, SCORES, k=torch.tensor(number)) for number in (0, -1, 2.5, [2, 2])),
-        bad("k", topk_mask, SCORES, k=torch.tensor(2, device=ELSEWHERE)),
+        *each("k", (0, -3, 1.5, *tensors, torch.tensor(2, device=ELSEWHERE)), topk_mask, SCORES),
         bad("ratio|k", topk_mask, SCORES),
-        bad("ratio|k", topk_mask, SCORES, 0.5, k=3),
-        bad("ratio|k", topk_mask, SCORES, 0.5, k=torch.tensor(3)),
+        *(bad("ratio|k", topk_mask, SCORES, 0.5, k=k) for k in (3, torch.tensor(3))),
     ]
 
 
 def other_cases() -> list[object]:
-    mask = torch.ones(3, dtype=torch.bool)
+    tokens, rollouts, seeded = (select_tokens, SCORES), (select_rollouts, SCORES, 2), torch.Generator()
     return [
-        bad("advantages", select_tokens, SCORES, torch.zeros(3), 0.5),
-        bad("advantages", select_tokens, SCORES, torch.zeros(6), 0.5),
-        bad("advantages", select_tokens, SCORES, torch.zeros(2, 1), 0.5),
-        bad("advantages", select_tokens, SCORES, 1.0, 0.5),
-        bad("advantages", select_tokens, SCORES, EACH.to(ELSEWHERE), 0.5),
+        *each("advantages", (torch.zeros(3), torch.zeros(6), torch.zeros(2, 1), 1.0), *tokens, ratio=0.5),
+        *each("advantages", (EACH.to(ELSEWHERE), None), *tokens, ratio=0.5),
+        *each("advantages", (None, torch.zeros(3)), *tokens, ratio=0.5, rule="advantage"),
         bad("advantages", select_tokens, FLAT, torch.zeros(3), 0.5, offsets=torch.tensor([0, 5, 12])),
         bad("advantages", select_tokens_from_logits, LOGITS, torch.zeros(3), 0.5),
         bad("offsets", select_tokens_from_logits, LOGITS[0], torch.zeros(1), 0.5, offsets=torch.tensor([0, 4])),
-        bad("scope", select_tokens, SCORES, EACH, 0.5, scope="token"),
-        bad("scope", select_tokens, SCORES, EACH, 0.5, scope="group"),
+        *each("scope", ("token", "group"), *tokens, EACH, 0.5),
+        bad("scope", *tokens, None, 0.5, rule="entropy_quantile", scope="sequence"),
         bad("scope", select_tokens_from_logits, LOGITS, EACH, 0.5, scope=None),
-        bad("scope", select_rollouts, SCORES, 2, scope="sequence"),
-        *(bad("rule", select_rollouts, SCORES, 2, rule=rule) for rule in ("best", "entropy", None, ["random"])),
-        *(bad("rule", select_tokens, SCORES, EACH, 0.5, rule=rule) for rule in ("best", "percentile", None, 1)),
-        bad("generator", select_rollouts, SCORES, 2, generator=torch.Generator()),
-        bad("generator", select_rollouts, SCORES, 2, rule="percentile", generator=torch.Generator()),
-        bad("generator", select_rollouts, SCORES, 2, rule="random", generator=7),
-        bad("generator", select_rollouts, SCORES.to(ELSEWHERE), 2, rule="random", generator=torch.Generator()),
-        bad("generator", select_tokens, SCORES, EACH, 0.5, generator=torch.Generator()),
-        bad("generator", select_tokens, SCORES, None, 0.5, rule="random", generator="a seed"),
-        bad("advantages", select_tokens, SCORES, None, 0.5),
-        bad("advantages", select_tokens, SCORES, None, 0.5, rule="advantage"),
-        bad("advantages", select_tokens, SCORES, torch.zeros(3), 0.5, rule="advantage"),
-        bad("scope", select_tokens, SCORES, None, 0.5, rule="entropy_quantile", scope="sequence"),
-        bad("drop_zeros", select_tokens, SCORES, None, 0.5, rule="entropy_quantile", drop_zeros=True),
-        bad("mask", compact, torch.ones(3), 2),
-        bad("mask", compact, [True], 2),
-        bad("capacity", compact, mask, -1),
-        bad("capacity", compact, mask, 1.5),
-        bad("capacity", compact, mask, None),
-        bad("scale", group_advantages, SCORES, scale="std"),
-        bad("scale", group_advantages, SCORES, scale=True),
-        bad("eps", group_advantages, SCORES, eps=-1e-4),
-        bad("eps", group_advantages, SCORES, eps=NAN),
-        bad("eps", group_advantages, SCORES, eps=math.inf),
-        bad("eps", group_advantages, SCORES, eps=None),
-        bad("ddof", group_advantages, SCORES, ddof=None),
-        bad("ddof", group_advantages, SCORES, ddof=-1),
-        bad("ddof", group_advantages, SCORES, ddof=0.5),
+        bad("scope", *rollouts, scope="sequence"),
+        *each("rule", ("best", "entropy", None, ["random"]), *rollouts),
+        *each("rule", ("best", "percentile", None, 1), *tokens, EACH, 0.5),
+        bad("generator", *rollouts, generator=seeded),
+        bad("generator", *rollouts, rule="percentile", generator=seeded),
+        bad("generator", *rollouts, rule="random", generator=7),
+        bad("generator", select_rollouts, SCORES.to(ELSEWHERE), 2, rule="random", generator=seeded),
+        bad("generator", *tokens, EACH, 0.5, generator=seeded),
+        bad("generator", *tokens, None, 0.5, rule="random", generator="a seed"),
+        bad("drop_zeros", *tokens, None, 0.5, rule="entropy_quantile", drop_zeros=True),
+        *each("mask", (torch.ones(3), [True]), compact, capacity=2),
+        *each("capacity", (-1, 1.5, None), compact, trues(3)),
+        *each("scale", ("std", True), group_advantages, SCORES),
+        *each("eps", (-1e-4, NAN, math.inf, None), group_advantages, SCORES),
+        *each("ddof", (None, -1, 0.5), group_advantages, SCORES),
     ]
 
 
 def ratio_cases() -> list[object]:
     groups = torch.zeros(2, 6, dtype=torch.int8)
-    ratio = (importance_ratio, SCORES, SCORES)
-    clip = (adaptive_clip, SCORES, groups)
+    ratio, clip = (importance_ratio, SCORES, SCORES), partial(adaptive_clip, vocab_size=9)
+    quantiles = [(0.0,), (0.5, 1.0), (0.5, 0.5), (NAN,), 0.8, ("high",), (None,), [i / 20 for i in range(1, 17)]]
     return [
         *(
-            bad(name, function, values, *rest, **more)
-            for name, function, rest, more in (
-                ("logprob", importance_ratio, (SCORES,), {}),
-                ("entropy", entropy_groups, (), {}),
-                ("entropy", adaptive_clip, (groups,), {"vocab_size": 9}),
+            bad(name, function, values, *rest)
+            for name, function, rest in (
+                ("logprob", importance_ratio, (SCORES,)),
+                ("entropy", entropy_groups, ()),
+                ("entropy", clip, (groups,)),
             )
             for values in (SCORES.double(), SCORES.long(), torch.zeros(()), [0.0, 1.0])
         ),
         *(
-            bad("offsets", function, FLAT, *rest, offsets=torch.tensor(offsets), **more)
-            for function, rest, more in (
-                (importance_ratio, (FLAT,), {}),
-                (entropy_groups, (), {}),
-                (adaptive_clip, (groups.flatten(),), {"vocab_size": 9}),
-            )
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor(offsets))
+            for function, rest in ((importance_ratio, (FLAT,)), (entropy_groups, ()), (clip, (groups.flatten(),)))
             for offsets in ([1, 12], [0, 8, 6, 12], [0, 11], [[0, 12]], [0.0, 12.0])
         ),
-        bad("old_logprob", *ratio[:2], torch.zeros(6)),
-        bad("old_logprob", *ratio[:2], SCORES.double()),
-        bad("old_logprob", *ratio[:2], SCORES.to(ELSEWHERE)),
-        bad("mask", *ratio, torch.ones(2, 6)),
-        bad("mask", *ratio, torch.ones(6, dtype=torch.bool)),
-        bad("level", *ratio, level="word"),
-        bad("level", *ratio, level=None),
-        bad("denominator", *ratio, denominator="new"),
-        bad("denominator", *ratio, denominator=1),
-        bad("groups", *ratio, level="entropy_group"),
+        *each("old_logprob", (torch.zeros(6), SCORES.double(), SCORES.to(ELSEWHERE)), *ratio[:2]),
+        *each("mask", (torch.ones(2, 6), trues(6)), *ratio),
+        *each("level", ("word", None), *ratio),
+        *each("denominator", ("new", 1), *ratio),
         bad("groups", *ratio, groups=groups),
         bad("groups", *ratio, level="sequence", groups=groups),
-        bad("groups", *ratio, level="entropy_group", groups=groups.long()),
-        bad("groups", *ratio, level="entropy_group", groups=groups[0]),
-        bad("groups", *ratio, level="entropy_group", groups=groups + 16),
-        bad("log_bounds", *ratio, log_bounds=(0.0, 1.0)),
-        bad("log_bounds", *ratio, log_bounds=(-1.0, NAN)),
-        bad("log_bounds", *ratio, log_bounds=(-1.0, -0.5)),
-        bad("log_bounds", *ratio, log_bounds=20.0),
-        bad("log_bounds", *ratio, log_bounds=("low", "high")),
-        bad("quantiles", entropy_groups, SCORES, quantiles=(0.0,)),
-        bad("quantiles", entropy_groups, SCORES, quantiles=(0.5, 1.0)),
-        bad("quantiles", entropy_groups, SCORES, quantiles=(0.5, 0.5)),
-        bad("quantiles", entropy_groups, SCORES, quantiles=(NAN,)),
-        bad("quantiles", entropy_groups, SCORES, quantiles=0.8),
-        bad("quantiles", entropy_groups, SCORES, quantiles=("high",)),
-        bad("quantiles", entropy_groups, SCORES, quantiles=(None,)),
-        bad("quantiles", entropy_groups, SCORES, quantiles=[i / 20 for i in range(1, 17)]),
+        *each("groups", (None, groups.long(), groups[0], groups + 16), *ratio, level="entropy_group"),
+        *each("log_bounds", ((0.0, 1.0), (-1.0, NAN), (-1.0, -0.5), 20.0, ("low", "high")), *ratio),
+        *each("quantiles", quantiles, entropy_groups, SCORES),
         bad("mask", entropy_groups, SCORES, torch.ones(2, 6)),
         bad("scope", entropy_groups, SCORES, scope="group"),
         bad("max_segment", entropy_groups, SCORES, max_segment=-1),
-        bad("groups", *clip[:2], groups + 16, vocab_size=9),
-        bad("groups", *clip[:2], groups.int(), vocab_size=9),
-        bad("groups", *clip[:2], None, vocab_size=9),
-        bad("mask", *clip, torch.ones(2, 6), vocab_size=9),
-        bad("vocab_size", *clip, vocab_size=1),
-        bad("vocab_size", *clip, vocab_size=9.5),
-        bad("vocab_size", *clip, vocab_size=None),
-        bad("alpha", *clip, vocab_size=9, alpha=0.0),
-        bad("alpha", *clip, vocab_size=9, alpha=math.inf),
-        bad("alpha", *clip, vocab_size=9, alpha="wide"),
-        bad("alpha", *clip, vocab_size=9, alpha=None),
+        *each("groups", (groups + 16, groups.int(), None), clip, SCORES),
+        bad("mask", clip, SCORES, groups, torch.ones(2, 6)),
+        *each("vocab_size", (1, 9.5, None), adaptive_clip, SCORES, groups),
+        *each("alpha", (0.0, math.inf, "wide", None), clip, SCORES, groups),
     ]
 
 
 @pytest.mark.parametrize(
     ("argument", "function", "args", "kwargs"),
-    [
-        *ratio_cases(),
-        *logits_cases(),
-        *label_cases(),
-        *linear_cases(),
-        *segment_cases(),
-        *quota_cases(),
-        *other_cases(),
-    ],
+    ratio_cases() + logits_cases() + label_cases() + linear_cases() + segment_cases() + quota_cases() + other_cases(),
 )
 def test_bad_argument(argument: str, function: Callable[..., object], args: tuple, kwargs: dict) -> None:
     with pytest.raises((ValueError, TypeError)) as error:

@@ -17,7 +17,7 @@ from d3s_kernels.ratios import espo_terms
 VOCAB_SIZE = 1000
 
 
-def sample(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
+def sample(rows: int = 5, length: int = 17) -> dict[str, Any]:
     """A policy that has moved a little; completions of several lengths, one of a single token, one empty."""
     old = -3 * torch.rand(rows, length)
     lengths = torch.tensor([length, 1, 0, *torch.randint(2, length, (rows - 3,)).tolist()])
@@ -26,18 +26,15 @@ def sample(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
         "old_logprob": old,
         "entropy": torch.rand(rows, length) * 2,
         "mask": torch.arange(length) < lengths.unsqueeze(-1),
+        "vocab_size": VOCAB_SIZE,
     }
-
-
-def options(**changed: Any) -> dict[str, Any]:
-    return {"quantiles": (0.8,), "alpha": 0.02, "denominator": "self", "vocab_size": VOCAB_SIZE, **changed}
 
 
 def surrogate(ratio: Tensor, epsilon: Tensor | float, advantage: Tensor) -> Tensor:
     return torch.min(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage)
 
 
-def objective_in_a_loop(batch: dict[str, Tensor], advantages: Tensor, quantiles: tuple[float, ...]) -> Tensor:
+def objective_in_a_loop(batch: dict[str, Any], advantages: Tensor, quantiles: tuple[float, ...]) -> Tensor:
     """Eq. 5 with eq. 8 to 10 in float64, with the group's own ratio. The tokens share its gradient equally."""
     sequences = []
     for row, advantage in enumerate(advantages):
@@ -55,9 +52,9 @@ def objective_in_a_loop(batch: dict[str, Tensor], advantages: Tensor, quantiles:
     return sum(sequences) / len(sequences)
 
 
-def objective(batch: dict[str, Tensor], advantages: Tensor, **changed: Any) -> Tensor:
+def objective(batch: dict[str, Any], advantages: Tensor, **changed: Any) -> Tensor:
     """The loss as a trainer computes it: the mean over sequences of the mean over tokens."""
-    ratio, epsilon, weight = espo_terms(**batch, **options(**changed))
+    ratio, epsilon, weight = espo_terms(**batch, **changed)
     tokens = weight * surrogate(ratio, epsilon, advantages.unsqueeze(-1))
     lengths = batch["mask"].sum(-1)
     return (tokens.sum(-1) / lengths)[lengths > 0].mean()
@@ -78,8 +75,8 @@ def test_the_papers_objective_and_its_gradient(quantiles: tuple[float, ...]) -> 
 def test_the_printed_denominator() -> None:
     """Eq. 9 as it is printed: the group's ratio times the token's own."""
     batch = sample()
-    own = espo_terms(**batch, **options())
-    printed = espo_terms(**batch, **options(denominator="old"))
+    own = espo_terms(**batch)
+    printed = espo_terms(**batch, denominator="old")
     token = torch.exp(batch["logprob"] - batch["old_logprob"])
     torch.testing.assert_close(printed.ratio, torch.where(batch["mask"], own.ratio * token, 1.0))
     assert torch.equal(printed.epsilon, own.epsilon)
@@ -92,7 +89,7 @@ def test_a_token_outside_of_all_groups() -> None:
     batch["entropy"][0, 3] = math.nan
     outside = ~batch["mask"]
     outside[0, 3] = True
-    terms = espo_terms(**batch, **options())
+    terms = espo_terms(**batch)
     assert (terms.ratio[outside] == 1).all()
     assert not terms.epsilon[outside].any()
     assert not terms.weight[outside].any()
@@ -104,7 +101,7 @@ def test_a_token_outside_of_all_groups() -> None:
 
 def test_weights_are_plain_where_there_is_one_group() -> None:
     batch = sample()
-    assert torch.equal(espo_terms(**batch, **options(quantiles=())).weight, batch["mask"].float())
+    assert torch.equal(espo_terms(**batch, quantiles=()).weight, batch["mask"].float())
 
 
 @pytest.mark.parametrize(
@@ -119,4 +116,4 @@ def test_weights_are_plain_where_there_is_one_group() -> None:
 )
 def test_bad_options(changed: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        espo_terms(**sample(), **options(**changed))
+        espo_terms(**sample() | changed)

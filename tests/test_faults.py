@@ -47,7 +47,7 @@ SPANS = {"sampling_ids": torch.tensor([3, 4, 9], dtype=torch.int32), "sampling_o
 TOKENS = {"entropy": VALUES.abs(), "advantages": torch.ones(()), "ratio": 0.5}
 WITH_OFFSETS = {
     "topk_mask": {"scores": VALUES, "ratio": 0.5},
-    "select_tokens": TOKENS,
+    "select_tokens": TOKENS | {"pooled": False},
     "select_tokens, pooled": TOKENS | {"advantages": torch.ones(2)},
     "max_variance_select": {"values": VALUES, "keep": 2},
     "group_advantages": {"rewards": VALUES},
@@ -57,51 +57,49 @@ WITH_OFFSETS = {
     "topk_order_keys": {"scores": VALUES, "advantages": torch.ones(2)},
 }
 BAD_OFFSETS = {
-    "late": [1, 3, 10],
-    "decreasing": [0, 11, 10],
-    "short": [0, 3, 9],
-    "long": [0, 3, 2**40],
-    "negative": [0, -3, 10],
-}
-CASES = {
-    f"{name}, offsets that are {how}": Case(
-        name.partition(",")[0],
-        given | {"offsets": torch.tensor(offsets)} | ({"pooled": False} if name == "select_tokens" else {}),
-        "offsets",
-    )
-    for name, given in WITH_OFFSETS.items()
-    for how, offsets in BAD_OFFSETS.items()
-}
+    "late": [1, 3, 10], "decreasing": [0, 11, 10], "short": [0, 3, 9], "long": [0, 3, 2**40], "negative": [0, -3, 10],
+}  # fmt: skip
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, op: str, fault: str, **arguments: Any) -> None:
+    CASES[name] = Case(op, arguments, fault)
+
+
+for name, given in WITH_OFFSETS.items():
+    for how, cuts in BAD_OFFSETS.items():
+        op = name.partition(",")[0]
+        case(f"{name}, offsets that are {how}", op, "offsets", **given | {"offsets": torch.tensor(cuts)})
 for ratio in (0.0, -1.0, 1.5, torch.nan):
     given = {"ratio_tensor": torch.tensor(ratio)}
-    CASES[f"topk_mask, ratio {ratio}"] = Case("topk_mask", {"scores": VALUES} | given, "ratio")
+    case(f"topk_mask, ratio {ratio}", "topk_mask", "ratio", scores=VALUES, **given)
     steps = {"search": torch.zeros(1, 3, dtype=torch.int64), "counts": torch.ones(1, 2048, dtype=torch.int64)}
-    CASES[f"a step, ratio {ratio}"] = Case("topk_choose_digit_", steps | {"shift": 21} | given, "ratio")
+    case(f"a step, ratio {ratio}", "topk_choose_digit_", "ratio", **steps, shift=21, **given)
     logits = {"logits": ROWS["logits"], "advantages": torch.ones(())}
-    CASES[f"select_tokens_from_logits, ratio {ratio}"] = Case("select_tokens_from_logits", logits | given, "ratio")
+    case(f"select_tokens_from_logits, ratio {ratio}", "select_tokens_from_logits", "ratio", **logits, **given)
 for number in (0, -(2**40)):
-    k, keep = ({name: torch.tensor(number)} for name in ("k_tensor", "keep_tensor"))
-    CASES[f"topk_mask, k {number}"] = Case("topk_mask", {"scores": VALUES} | k, "keep")
-    CASES[f"max_variance_select, keep {number}"] = Case("max_variance_select", {"values": VALUES} | keep, "keep")
-for label in (-1, 50, 2**40):
-    labels = {"labels": torch.tensor([3, label, -100, 9])}
-    CASES[f"logprob_entropy, label {label}"] = Case("logprob_entropy", ROWS | labels, "labels")
-for temperature in (0.0, -1.0, 1e20, torch.nan):
-    given = ROWS | {"temperature_tensor": torch.tensor([1, 1, temperature, 1])}
-    CASES[f"entropy, temperature {temperature}"] = Case("logprob_entropy", given, "temperature")
-for what, changed in {
-    "id -1": {"sampling_ids": torch.tensor([3, -1, 9], dtype=torch.int32)},
-    "id 50": {"sampling_ids": torch.tensor([3, 4, 50], dtype=torch.int32)},
-    "offsets that decrease": {"sampling_offsets": torch.tensor([0, 2, 1, 2, 3])},
-    "offsets that end late": {"sampling_offsets": torch.tensor([0, 1, 1, 2, 4])},
-}.items():
-    CASES[f"a sampling mask, {what}"] = Case("logprob_entropy", ROWS | SPANS | changed, "sampling_mask")
-CASES["a bound on dense rows"] = Case("logprob_entropy", ROWS | SPANS | {"max_dense_rows": 0}, "dense_rows")
-CASES["a group"] = Case(
-    "adaptive_clip",
-    WITH_OFFSETS["adaptive_clip"] | {"groups": torch.full((10,), 16, dtype=torch.int8), "offsets": None},
-    "groups",
-)
+    case(f"topk_mask, k {number}", "topk_mask", "keep", scores=VALUES, k_tensor=torch.tensor(number))
+    keep = torch.tensor(number)
+    case(f"max_variance_select, keep {number}", "max_variance_select", "keep", values=VALUES, keep_tensor=keep)
+for what, fault, changed in (
+    *((f"label {label}", "labels", {"labels": torch.tensor([3, label, -100, 9])}) for label in (-1, 50, 2**40)),
+    *(
+        (f"temperature {heat}", "temperature", {"temperature_tensor": torch.tensor([1, 1, heat, 1])})
+        for heat in (0.0, -1.0, 1e20, torch.nan)
+    ),
+    ("id -1", "sampling_mask", SPANS | {"sampling_ids": torch.tensor([3, -1, 9], dtype=torch.int32)}),
+    ("id 50", "sampling_mask", SPANS | {"sampling_ids": torch.tensor([3, 4, 50], dtype=torch.int32)}),
+    ("spans that overlap", "sampling_mask", SPANS | {"sampling_offsets": torch.tensor([0, 2, 1, 2, 3])}),
+    ("spans that end late", "sampling_mask", SPANS | {"sampling_offsets": torch.tensor([0, 1, 1, 2, 4])}),
+    ("a bound on dense rows", "dense_rows", SPANS | {"max_dense_rows": 0}),
+):
+    case(f"logprob_entropy, {what}", "logprob_entropy", fault, **ROWS | changed)
+high = {"groups": torch.full((10,), 16, dtype=torch.int8), "offsets": None}
+case("a group", "adaptive_clip", "groups", **WITH_OFFSETS["adaptive_clip"] | high)
+
+
+def said(case: Case) -> str:
+    return f"{faults.public_name(case.op, case.arguments)} met, on a GPU, {faults.FAULTS[case.fault]}"
 
 
 @noting
@@ -113,9 +111,7 @@ def test_noted_by_kernels(name: str) -> None:
         d3s.synchronize_checks()
     (message,) = (str(warning.message) for warning in told)
     assert told[0].filename == __file__
-    assert message.startswith(
-        f"d3s_kernels: {faults.public_name(case.op, case.arguments)} met, on a GPU, {faults.FAULTS[case.fault]}"
-    )
+    assert message.startswith(f"d3s_kernels: {said(case)}")
     assert not say_nothing()
 
 
@@ -131,10 +127,7 @@ def test_looked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setenv("D3S_KERNELS_CHECK", "late")
     faults.look(case.op, case.arguments)
-    with pytest.warns(
-        RuntimeWarning,
-        match=re.escape(f"{faults.public_name(case.op, case.arguments)} met, on a GPU, {faults.FAULTS[case.fault]}"),
-    ):
+    with pytest.warns(RuntimeWarning, match=re.escape(said(case))):
         d3s.synchronize_checks()
     assert not say_nothing()
 
@@ -179,7 +172,7 @@ def test_the_next_call_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @noting
-def test_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head() -> None:
     hidden, weight, labels = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([1, 2, 3, 4])
     d3s.linear_logprob_entropy(hidden, weight, labels, temperature=torch.tensor([1.0, 0.0, 1.0, 1.0]))
     with pytest.warns(RuntimeWarning, match="linear_logprob_entropy met, on a GPU, a temperature"):

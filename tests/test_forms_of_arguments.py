@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,88 +23,47 @@ from d3s_kernels import distributed
 
 MASK, FLAT_MASK = torch.tensor([[True, False, True], [True, True, False]]), torch.tensor([True, False, True, True])
 LOGITS, LABELS = torch.linspace(-3, 3, 30).view(2, 3, 5), torch.tensor([[0, 4, 2], [-100, 1, 3]])
-VALUES, FLAT, OFFSETS = (
-    torch.linspace(0.1, 3, 6).view(2, 3),
-    torch.tensor([0.3, 2.0, 0.1, 1.0]),
-    torch.tensor([0, 1, 4]),
-)
+VALUES, FLAT = torch.linspace(0.1, 3, 6).view(2, 3), torch.tensor([0.3, 2.0, 0.1, 1.0])
+OFFSETS = torch.tensor([0, 1, 4])
+RAGGED = {"mask": FLAT_MASK, "offsets": OFFSETS}
+ONE, SHARE = torch.tensor(1), torch.tensor(0.5)
 GROUPS = torch.tensor([[0, 1, 0], [1, 1, -1]], dtype=torch.int8)
 HIDDEN, WEIGHT = torch.linspace(-1, 1, 16).view(4, 4), torch.linspace(-2, 2, 28).view(7, 4)
 HEAD = {"hidden": HIDDEN, "weight": WEIGHT, "labels": torch.tensor([0, 6, -100, 3]), "bias": torch.linspace(0, 1, 7)}
 
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+
+
+def takes(function: Callable[..., Any], called: str = "", **given: Any) -> None:
+    CALLS[called or function.__name__] = function, given
+
+
 # Every function with tensors among its arguments. All that can be tensors are.
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "entropy": (d3s.entropy, {"logits": LOGITS, "mask": MASK, "temperature": torch.tensor(0.7)}),
-    "logprob_entropy": (d3s.logprob_entropy, {"logits": LOGITS, "labels": LABELS, "mask": MASK}),
-    "linear_logprob_entropy": (d3s.linear_logprob_entropy, {**HEAD, "mask": FLAT_MASK}),
-    "weight_grad_into": (d3s.linear_logprob_entropy, {**HEAD, "weight_grad_into": torch.zeros(7, 4)}),
-    "topk_mask": (
-        d3s.topk_mask,
-        {"scores": FLAT, "ratio": torch.tensor(0.5), "mask": FLAT_MASK, "offsets": OFFSETS},
-    ),
-    "topk_mask by k": (d3s.topk_mask, {"scores": VALUES, "k": torch.tensor(1), "mask": MASK}),
-    "select_tokens": (
-        d3s.select_tokens,
-        {
-            "entropy": FLAT,
-            "advantages": FLAT,
-            "ratio": torch.tensor(0.5),
-            "mask": FLAT_MASK,
-            "offsets": OFFSETS,
-            "scope": "sequence",
-        },
-    ),
-    "TRL's quantile": (
-        d3s.select_tokens,
-        {"entropy": VALUES, "advantages": None, "ratio": 0.5, "rule": "entropy_quantile", "mask": MASK},
-    ),
-    "select_tokens_from_logits": (
-        d3s.select_tokens_from_logits,
-        {"logits": LOGITS, "advantages": torch.tensor([1.0, -2.0]), "ratio": 0.5, "mask": MASK},
-    ),
-    "compact": (d3s.compact, {"mask": MASK, "capacity": 5}),
-    "max_variance_select": (
-        d3s.max_variance_select,
-        {"values": FLAT, "keep": torch.tensor(1), "mask": FLAT_MASK, "offsets": OFFSETS},
-    ),
-    "select_rollouts": (d3s.select_rollouts, {"advantages": VALUES, "keep": 1, "mask": MASK}),
-    "PODS percentile": (
-        d3s.select_rollouts,
-        {"advantages": VALUES, "keep": 1, "mask": MASK, "rule": "percentile", "scope": "group"},
-    ),
-    "group_advantages": (d3s.group_advantages, {"rewards": FLAT, "offsets": OFFSETS}),
-    "groups_without_spread": (d3s.groups_without_spread, {"rewards": FLAT, "offsets": OFFSETS}),
-    "importance_ratio": (
-        d3s.importance_ratio,
-        {"logprob": VALUES, "old_logprob": VALUES, "mask": MASK, "groups": GROUPS, "level": "entropy_group"},
-    ),
-    "trusted_tokens": (
-        d3s.trusted_tokens,
-        {
-            "logprob": FLAT,
-            "sampling_logprob": FLAT / 2,
-            "rule": "opsm",
-            "high": 0.1,
-            "advantages": FLAT,
-            "mask": FLAT_MASK,
-            "offsets": OFFSETS,
-        },
-    ),
-    "entropy_groups": (d3s.entropy_groups, {"entropy": FLAT, "mask": FLAT_MASK, "offsets": OFFSETS}),
-    "adaptive_clip": (d3s.adaptive_clip, {"entropy": VALUES, "groups": GROUPS, "mask": MASK, "vocab_size": 9}),
-    "sampling_mask_from_logits": (d3s.sampling_mask_from_logits, {"logits": LOGITS, "top_k": 2}),
-    "SamplingMask": (d3s.SamplingMask, {"token_ids": torch.tensor([1, 2]).int(), "offsets": torch.tensor([0, 1, 2])}),
-    "selection_page": (
-        d3s.selection_page,
-        {
-            "prompts": ["?"],
-            "completions": [["a", "b", "c"], ["d", "e", "f"]],
-            "kept_tokens": MASK,
-            "scores": VALUES,
-            "kept_rollouts": torch.tensor([True, True]),
-        },
-    ),
-}
+takes(d3s.entropy, logits=LOGITS, mask=MASK, temperature=torch.tensor(0.7))
+takes(d3s.logprob_entropy, logits=LOGITS, labels=LABELS, mask=MASK)
+takes(d3s.linear_logprob_entropy, **HEAD, mask=FLAT_MASK)
+takes(d3s.linear_logprob_entropy, "weight_grad_into", **HEAD, weight_grad_into=torch.zeros(7, 4))
+takes(d3s.topk_mask, scores=FLAT, ratio=SHARE, **RAGGED)
+takes(d3s.topk_mask, "topk_mask by k", scores=VALUES, k=ONE, mask=MASK)
+takes(d3s.select_tokens, entropy=FLAT, advantages=FLAT, ratio=SHARE, scope="sequence", **RAGGED)
+quantile = {"ratio": 0.5, "rule": "entropy_quantile"}
+takes(d3s.select_tokens, "TRL's quantile", entropy=VALUES, advantages=None, mask=MASK, **quantile)
+takes(d3s.select_tokens_from_logits, logits=LOGITS, advantages=torch.tensor([1.0, -2.0]), ratio=0.5, mask=MASK)
+takes(d3s.compact, mask=MASK, capacity=5)
+takes(d3s.max_variance_select, values=FLAT, keep=ONE, **RAGGED)
+takes(d3s.select_rollouts, advantages=VALUES, keep=1, mask=MASK)
+takes(d3s.select_rollouts, "PODS percentile", advantages=VALUES, keep=1, mask=MASK, rule="percentile", scope="group")
+takes(d3s.group_advantages, rewards=FLAT, offsets=OFFSETS)
+takes(d3s.groups_without_spread, rewards=FLAT, offsets=OFFSETS)
+takes(d3s.importance_ratio, logprob=VALUES, old_logprob=VALUES, mask=MASK, groups=GROUPS, level="entropy_group")
+opsm = {"rule": "opsm", "high": 0.1, "advantages": FLAT}
+takes(d3s.trusted_tokens, logprob=FLAT, sampling_logprob=FLAT / 2, **opsm, **RAGGED)
+takes(d3s.entropy_groups, entropy=FLAT, **RAGGED)
+takes(d3s.adaptive_clip, entropy=VALUES, groups=GROUPS, mask=MASK, vocab_size=9)
+takes(d3s.sampling_mask_from_logits, logits=LOGITS, top_k=2)
+takes(d3s.SamplingMask, token_ids=torch.tensor([1, 2]).int(), offsets=torch.tensor([0, 1, 2]))
+page = {"prompts": ["?"], "completions": [[*"abc"], [*"def"]], "kept_rollouts": torch.tensor([True, True])}
+takes(d3s.selection_page, **page, kept_tokens=MASK, scores=VALUES)
 MASKS = ("mask", "kept_tokens", "kept_rollouts")
 MASKED = [(name, mask) for name, (_, given) in CALLS.items() for mask in MASKS if mask in given]
 
@@ -131,8 +91,7 @@ INTEGERS = {torch.uint8: 2, torch.int8: -1, torch.int16: 1, torch.int32: 1 << 16
 
 @pytest.mark.parametrize(("name", "mask"), MASKED)
 def test_an_integer_mask_is_true_where_it_is_not_0(name: str, mask: str) -> None:
-    given = CALLS[name][1][mask]
-    expected = call(name)
+    given, expected = CALLS[name][1][mask], call(name)
     for dtype, number in INTEGERS.items():
         assert_same(call(name, **{mask: given.to(dtype) * number}), expected)
 
@@ -140,12 +99,10 @@ def test_an_integer_mask_is_true_where_it_is_not_0(name: str, mask: str) -> None
 @pytest.mark.parametrize(("name", "mask"), MASKED)
 def test_a_float_mask_is_refused(name: str, mask: str) -> None:
     """It may be additive: 0 where a token counts."""
-    given = CALLS[name][1][mask]
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
-        with pytest.raises(
-            ValueError, match=rf"^{mask}: got dtype {dtype}; takes bool or integers .*added to logits, 0"
-        ):
-            call(name, **{mask: given.to(dtype)})
+        said = rf"^{mask}: got dtype {dtype}; takes bool or integers .*added to logits, 0"
+        with pytest.raises(ValueError, match=said):
+            call(name, **{mask: CALLS[name][1][mask].to(dtype)})
 
 
 def of_ranks(ranks: Ranks) -> None:
@@ -207,13 +164,13 @@ def test_a_tensor_that_no_kernel_reads(kind: str, name: str) -> None:
         with pytest.raises((TypeError, ValueError)) as error:
             call(name, **{argument: make(value)})
         # Where the dispatcher finds a layout, it knows the name that the op has for the argument.
-        names = (
-            f"{argument}|values"
-            if name in ("select_rollouts", "PODS percentile", "groups_without_spread")
-            else argument
-        )
+        of_op = name in ("select_rollouts", "PODS percentile", "groups_without_spread")
+        names = f"{argument}|values" if of_op else argument
         dtype_or_kind = rf"{re.escape(said)}|got (dtype )?torch.qint8|got .* of torch.qint8"
         assert re.match(f"({names}): ({dtype_or_kind})", str(error.value)), error.value
+
+
+PLAIN = "got a DTensor; takes a plain tensor: full_tensor() is all of it, to_local() this rank's"
 
 
 def distributed_tensors(ranks: Ranks) -> list[str]:
@@ -226,11 +183,8 @@ def distributed_tensors(ranks: Ranks) -> list[str]:
                 said = "nothing"
             except TypeError as error:
                 said = str(error)
-            wanted = (
-                f"{argument}: got a DTensor; takes a plain tensor: full_tensor() is all of it, to_local() this rank's"
-            )
-            wanted_also = "vocab_parallel_linear_logprob_entropy takes it" if argument == "weight" else ""
-            if not said.startswith(wanted) or wanted_also not in said:
+            also = "vocab_parallel_linear_logprob_entropy takes it" if argument == "weight" else ""
+            if not said.startswith(f"{argument}: {PLAIN}") or also not in said:
                 unclear.append(f"{name}: {said}")
     return unclear
 
@@ -272,25 +226,22 @@ def freed(tensor: Tensor) -> Tensor:
 ZERO = r"DeepSpeed's ZeRO-3 has partitioned .*: enter deepspeed.zero.GatheredParameters\(\[{}\]\) around forward and ba"
 FSDP = "FSDP leaves a flattened part.*call within that forward, or within FullyShardedDataParallel.summon_full_params"
 FREED = "got one whose memory has been freed, as FSDP does after the forward"
-NOT_WHOLE = {
-    "a partitioned weight": (
-        {"weight": lambda: partitioned([7, 4])},
-        r"weight: got shape \[0\]; takes \[V, H\]. " + ZERO.format("weight"),
-    ),
-    "a partitioned bias": (
-        {"bias": lambda: partitioned([7])},
-        r"bias: got shape \[0\]; takes \[V\], \[7\]. " + ZERO.format("bias"),
-    ),
-    "a part of a weight": ({"weight": lambda: flattened(11)}, rf"weight: got shape \[11\]; takes \[V, H\]. {FSDP}"),
-    "no part of a weight": ({"weight": lambda: flattened(0)}, rf"weight: got shape \[0\]; takes \[V, H\]. {FSDP}"),
-    "no part of a bias": ({"bias": lambda: flattened(0)}, rf"bias: got shape \[0\]; takes \[V\], \[7\]. {FSDP}"),
-    "a freed weight": ({"weight": lambda: freed(WEIGHT)}, f"weight: {FREED}"),
-    "a freed bias": ({"bias": lambda: freed(HEAD["bias"])}, f"bias: {FREED}"),
+SHAPES = {"weight": r"; takes \[V, H\]. ", "bias": r"; takes \[V\], \[7\]. "}
+# The argument, what makes it, and what is said of it.
+NOT_WHOLE: dict[str, tuple[str, Callable[[], Tensor], str]] = {
+    "a part of a weight": ("weight", lambda: flattened(11), rf"got shape \[11\]{SHAPES['weight']}{FSDP}"),
     "bytes of a quantised weight": (
-        {"weight": lambda: Parameter(torch.zeros(7, 4, dtype=torch.uint8), requires_grad=False)},
-        "weight: got dtype torch.uint8; takes .*; a quantised one has to be dequantised first",
+        "weight",
+        lambda: Parameter(torch.zeros(7, 4, dtype=torch.uint8), requires_grad=False),
+        "got dtype torch.uint8; takes .*; a quantised one has to be dequantised first",
     ),
 }
+for name, whole in (("weight", WEIGHT), ("bias", HEAD["bias"])):
+    said = rf"got shape \[0\]{SHAPES[name]}"
+    partition = partial(partitioned, list(whole.shape))
+    NOT_WHOLE[f"a partitioned {name}"] = name, partition, said + ZERO.format(name)
+    NOT_WHOLE[f"no part of a {name}"] = name, partial(flattened, 0), said + FSDP
+    NOT_WHOLE[f"a freed {name}"] = name, partial(freed, whole), FREED
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -299,12 +250,11 @@ def test_a_parameter_that_is_not_whole(case: str, dtype: torch.dtype) -> None:
     """Also where hidden states of another dtype would have it converted, which reads it; with a sampling mask, whose
     kernels read it; and beside a tensor for its gradient, which has another shape.
     """
-    changed, said = NOT_WHOLE[case]
+    argument, make, said = NOT_WHOLE[case]
     kept = d3s.SamplingMask.from_lists([[1, 2], [6], [], [3]])
     for options in ({}, {"sampling_mask": kept, "label_outside": "include"}, {"weight_grad_into": torch.zeros(7, 4)}):
-        parameter = {name: make() for name, make in changed.items()}
-        with pytest.raises(ValueError, match=f"^{said}"):
-            call("linear_logprob_entropy", **{"hidden": HIDDEN.to(dtype), **options, **parameter})
+        with pytest.raises(ValueError, match=f"^{argument}: {said}"):
+            call("linear_logprob_entropy", **{"hidden": HIDDEN.to(dtype), **options, argument: make()})
 
 
 # ---- dtypes that differ ----------------------------------------------------------------------------------------------
@@ -350,8 +300,7 @@ def test_dtypes_that_differ_become_float32(dtypes: tuple[torch.dtype | None, ...
 def test_dtypes_that_differ_in_a_graph() -> None:
     leaves = leaves_of(HALF, WIDE, HALF)
     compiled = compiled_once(of_head)
-    for ours, theirs in zip(*(scores_and_gradients(head, leaves) for head in (compiled, of_head)), strict=True):
-        assert_same_bits(ours, theirs)
+    assert_same(*(scores_and_gradients(head, leaves) for head in (compiled, of_head)))
 
 
 def test_the_gradient_of_a_converted_weight_is_added() -> None:
@@ -367,17 +316,14 @@ def test_the_gradient_of_a_converted_weight_is_added() -> None:
     assert seen == [None]
 
 
-REFUSED = (
-    ((HALF, OTHER, None), {}, "weight: got dtype torch.float16; takes float32 or the dtype of hidden, torch.bfloat16"),
-    ((HALF, HALF, OTHER), {}, "bias: got dtype torch.float16; takes float32 or the dtype of hidden, torch.bfloat16"),
-    ((torch.float64, WIDE, None), {}, "hidden: got dtype torch.float64; takes float32, bfloat16 or float16"),
-    ((HALF, torch.float64, None), {}, "weight: got dtype torch.float64; takes float32, bfloat16 or float16"),
-    ((WIDE, WIDE, torch.float64), {}, "bias: got dtype torch.float64; takes float32, bfloat16 or float16"),
-    (
-        (HALF, WIDE, None),
-        {"logits_dtype": HALF},
-        "logits_dtype: got torch.bfloat16; takes torch.float32 or the dtype of",
-    ),
+ANY, OF_HIDDEN = "takes float32, bfloat16 or float16", "takes float32 or the dtype of hidden, torch.bfloat16"
+REFUSED: tuple[tuple[tuple[torch.dtype | None, ...], dict[str, Any], str], ...] = (
+    ((HALF, OTHER, None), {}, f"weight: got dtype torch.float16; {OF_HIDDEN}"),
+    ((HALF, HALF, OTHER), {}, f"bias: got dtype torch.float16; {OF_HIDDEN}"),
+    ((torch.float64, WIDE, None), {}, f"hidden: got dtype torch.float64; {ANY}"),
+    ((HALF, torch.float64, None), {}, f"weight: got dtype torch.float64; {ANY}"),
+    ((WIDE, WIDE, torch.float64), {}, f"bias: got dtype torch.float64; {ANY}"),
+    ((HALF, WIDE, None), {"logits_dtype": HALF}, "logits_dtype: got torch.bfloat16; takes torch.float32 or the dtype"),
     (
         (WIDE, HALF, None),
         {"weight_grad_into": torch.zeros(7, 4, dtype=HALF)},
@@ -394,10 +340,8 @@ def test_dtypes_that_are_refused(dtypes: tuple[torch.dtype | None, ...], options
 
 def head_of_ranks(ranks: Ranks) -> None:
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        place = {"vocab_start": 7 * ranks.rank, "process_group": ranks.group}
-        return distributed.vocab_parallel_linear_logprob_entropy(
-            hidden, weight, HEAD["labels"], **place, bias=bias, mask=FLAT_MASK.int()
-        )
+        given = {"vocab_start": 7 * ranks.rank, "process_group": ranks.group, "bias": bias, "mask": FLAT_MASK.int()}
+        return distributed.vocab_parallel_linear_logprob_entropy(hidden, weight, HEAD["labels"], **given)
 
     for dtypes in MIXED:
         assert_as_if_widened(scores, leaves_of(*dtypes))
@@ -408,9 +352,8 @@ def test_dtypes_that_differ_among_ranks() -> None:
 
 
 def test_a_comparison_takes_what_the_function_takes() -> None:
-    found = d3s.compare(
-        d3s.linear_logprob_entropy, *leaves_of(WIDE, HALF, None)[:2], HEAD["labels"], mask=FLAT_MASK.int()
-    )
+    given = *leaves_of(WIDE, HALF, None)[:2], HEAD["labels"]
+    found = d3s.compare(d3s.linear_logprob_entropy, *given, mask=FLAT_MASK.int())
     assert found.agrees, found
 
 

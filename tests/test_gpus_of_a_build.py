@@ -32,9 +32,7 @@ def answers(folder: Path, name: str, code: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def chosen(
-    cmake: str, folder: Path, nvidia_smi: str | None, *options: str, seconds: float = 60.0, **environment: str
-) -> str:
+def chosen(cmake: str, folder: Path, nvidia_smi: str | None, *options: str, seconds: float = 60, **others: str) -> str:
     """The line that the build prints. The architectures in it are those that it passes to the compiler."""
     answers(folder, "nvcc", f"echo {KNOWN}")
     if nvidia_smi is not None:
@@ -44,8 +42,8 @@ def chosen(
         f'cmake_minimum_required(VERSION 3.26)\ninclude("{ROOT}/csrc/gpus.cmake")\n'
         f'd3s_choose_gpus("{folder}/nvcc" {seconds})\nmessage(STATUS "${{CMAKE_CUDA_ARCHITECTURES}}")\n'
     )
-    there = {"PATH": str(folder)} | environment
-    done = subprocess.run([cmake, *options, "-P", script], env=there, capture_output=True, text=True, check=False)
+    environment = {"PATH": str(folder)} | others
+    done = subprocess.run([cmake, *options, "-P", script], env=environment, capture_output=True, text=True)
     if done.returncode:
         return " ".join(done.stderr.split())
     line, architectures = done.stdout.removeprefix("-- CUDA kernels for ").splitlines()

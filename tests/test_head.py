@@ -16,6 +16,7 @@ from helpers import (
     assert_gradient,
     assert_identical,
     assert_logprob,
+    assert_same,
     assert_same_bits,
     dtypes,
     leading_shapes,
@@ -48,6 +49,9 @@ class Head(NamedTuple):
 
     def exact(self) -> "Head":
         return Head(*(None if t is None else t.detach().double().requires_grad_() for t in self))
+
+    def shard(self, first: int, last: int) -> "Head":
+        return Head(self.hidden, *(None if t is None else t[first:last] for t in self[1:]))
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -122,21 +126,36 @@ def allowance(
     }
 
 
+def assert_exact(
+    results: tuple[Tensor, Tensor], gradients: tuple[Tensor, ...], head: Head, labels: Tensor, cotangents: list[Tensor],
+    tokens: slice = slice(None), **options: object,
+) -> None:  # fmt: skip
+    """Compares with float64. Gradients of weight and bias are those of these tokens."""
+    exact = head.exact()
+    expected = exact(reference.linear_logprob_entropy, labels, **options)
+    off = allowance(head, labels, cotangents, **options)
+    assert ((results[0] - expected[0]).abs() <= off["logprob"]).all()
+    assert ((results[1] - expected[1]).abs() <= off["entropy"]).all()
+    assert (results[1] >= 0).all()
+    wanted = list(torch.autograd.grad(expected, exact.leaves, [g.double() for g in cotangents]))
+    wanted[1:] = [gradient[tokens] for gradient in wanted[1:]]
+    for name, gradient, exact_gradient in zip(Head._fields, gradients, wanted, strict=False):  # there may be no bias
+        assert_gradient(gradient, exact_gradient, off[name].item())
+
+
+def with_gradients(
+    head: Head, labels: Tensor, cotangents: list[Tensor] | None = None, **options: object
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """Results and all gradients, of the sum of both results where nothing else is said."""
+    head = head.requiring_grad()
+    results = head(linear_logprob_entropy, labels, **options)
+    return results, torch.autograd.grad(results, head.leaves, cotangents or [torch.ones(labels.shape)] * 2)
+
+
 def check(head: Head, labels: Tensor, size: float = 1.0, **options: object) -> None:
     """Compares values and all gradients with float64. ``size`` is that of the results' gradients."""
-    head, exact = head.requiring_grad(), head.exact()
-    actual = head(linear_logprob_entropy, labels, **options)
-    expected = exact(reference.linear_logprob_entropy, labels, **options)
-    cotangents = [size * torch.randn(labels.shape) for _ in range(2)]
-    off = allowance(head, labels, cotangents, **options)
-    assert ((actual[0] - expected[0]).abs() <= off["logprob"]).all()
-    assert ((actual[1] - expected[1]).abs() <= off["entropy"]).all()
-    assert (actual[1] >= 0).all()
-
-    found = torch.autograd.grad(actual, head.leaves, cotangents)
-    wanted = torch.autograd.grad(expected, exact.leaves, [g.double() for g in cotangents])
-    for name, gradient, exact_gradient in zip(Head._fields, found, wanted, strict=False):  # there may be no bias
-        assert_gradient(gradient, exact_gradient, off[name].item())
+    cotangents = list(size * torch.randn(2, *labels.shape))
+    assert_exact(*with_gradients(head, labels, cotangents, **options), head, labels, cotangents, **options)
 
 
 def one_row_at_a_time(vocabulary: int) -> int:
@@ -176,16 +195,9 @@ def test_any_arguments(data: st.DataObject) -> None:
     generator = random_generator(data.draw(seeds))
     rows = data.draw(leading_shapes)
     vocabulary = data.draw(st.integers(1, 60))
-    head = random_head(
-        *rows,
-        width=data.draw(st.integers(1, 20)),
-        vocabulary=vocabulary,
-        bias=data.draw(st.booleans()),
-        dtype=data.draw(dtypes),
-        generator=generator,
-    )
+    sizes = {"width": data.draw(st.integers(1, 20)), "vocabulary": vocabulary}
     check(
-        head,
+        random_head(*rows, **sizes, bias=data.draw(st.booleans()), dtype=data.draw(dtypes), generator=generator),
         random_labels(*rows, vocabulary=vocabulary, generator=generator),
         temperature=data.draw(temperatures(rows)),
         logit_softcap=data.draw(st.sampled_from([None, 2.0, 30.0])),
@@ -228,9 +240,7 @@ def test_given_its_logits_it_is_logprob_entropy(vocabulary: int) -> None:
     head, labels = whole_number_head(40, vocabulary=vocabulary), random_labels(40, vocabulary=vocabulary)
     expected = logprob_entropy(head.hidden @ head.weight.T, labels)
     for workspace_bytes in (None, 1, one_row_at_a_time(vocabulary), 500_000):
-        actual = head(linear_logprob_entropy, labels, workspace_bytes=workspace_bytes)
-        for ours, theirs in zip(actual, expected, strict=True):
-            assert_same_bits(ours, theirs)
+        assert_same(head(linear_logprob_entropy, labels, workspace_bytes=workspace_bytes), expected)
 
 
 @pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float16])
@@ -292,30 +302,17 @@ def test_a_cpu_without_dot_products_of_half_precision(
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_masked_rows_are_not_read() -> None:
-    head, labels = random_head(12), random_labels(12, vocabulary=300)
-    mask = torch.rand(12) < 0.5
-    head.hidden[~mask] = NAN
-    head = head.requiring_grad()
-    results = head(linear_logprob_entropy, labels, mask=mask)
-    assert all((result[~mask] == 0).all() for result in results)
-    gradients = torch.autograd.grad(sum(results).sum(), head.leaves)
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    assert (gradients[0][~mask] == 0).all()
-
-
-def test_backward_works_only_on_rows_with_a_gradient() -> None:
-    """A row without a gradient is not read: NaN in it reaches no gradient (with autograd, 0 * NaN would)."""
-    head, labels = random_head(10), torch.arange(10)
-    idle = torch.arange(10) % 3 == 0
+@pytest.mark.parametrize("masked", [True, False])
+def test_rows_out_of_the_mask_or_without_a_gradient_are_not_read(masked: bool) -> None:
+    """NaN in such a row reaches no gradient (with autograd, 0 * NaN would)."""
+    head, idle = random_head(10), torch.arange(10) % 3 == 0
     head.hidden[idle] = NAN
-    head = head.requiring_grad()
-    logprob, row_entropy = head(linear_logprob_entropy, labels)
-    assert logprob[idle].isnan().all()
-    gradients = torch.autograd.grad((logprob + row_entropy)[~idle].sum(), head.leaves)
+    wanted, mask = (torch.ones(10), ~idle) if masked else ((~idle).float(), None)
+    results, gradients = with_gradients(head, torch.arange(10), [wanted, wanted], mask=mask)
+    for result in results:
+        assert (result[idle] == 0).all() if masked else result[idle].isnan().all()
     assert all(gradient.isfinite().all() for gradient in gradients)
-    assert (gradients[0][idle] == 0).all()
-    assert (gradients[0][~idle] != 0).any(-1).all()
+    assert torch.equal(gradients[0].any(-1), ~idle)
 
 
 class ProductsThatReadOn(SeesProducts):
@@ -365,11 +362,12 @@ def test_products_that_read_on_behind_a_row(
         assert (result.isnan() == broken).all()
 
 
-def test_no_target_has_no_logprob_gradient() -> None:
-    head = random_head(5).requiring_grad()
-    logprob, _ = head(linear_logprob_entropy, torch.full((5,), -100))
-    assert (logprob == 0).all()
-    assert all((gradient == 0).all() for gradient in torch.autograd.grad(logprob.sum(), head.leaves))
+def test_no_row_with_a_target_or_in_the_mask_gives_0() -> None:
+    """The log-probability and its gradients, or all results and gradients."""
+    head, each = random_head(4), [torch.ones(4), torch.zeros(4)]
+    (logprob, _), gradients = with_gradients(head, torch.full((4,), -100), each)
+    results, others = with_gradients(head, torch.arange(4), mask=torch.zeros(4, dtype=torch.bool))
+    assert not any(values.any() for values in (logprob, *gradients, *results, *others))
 
 
 def test_masked_vocabulary() -> None:
@@ -377,28 +375,17 @@ def test_masked_vocabulary() -> None:
     head, labels = random_head(6), torch.arange(6)
     head.bias[200:] = -INF
     check(head, labels)
-    head = head.requiring_grad()
-    _, weight_gradient, bias_gradient = torch.autograd.grad(
-        sum(head(linear_logprob_entropy, labels)).sum(), head.leaves
-    )
-    assert (weight_gradient[200:] == 0).all()
-    assert (bias_gradient[200:] == 0).all()
+    _, (_, *gradients) = with_gradients(head, labels)
+    assert not any(gradient[200:].any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("rows", [(0,), (2, 0), (0, 3)])
 def test_no_rows(rows: tuple[int, ...]) -> None:
-    head = random_head(*rows).requiring_grad()
-    results = head(linear_logprob_entropy, torch.empty(rows, dtype=torch.long))
+    head = random_head(*rows)
+    results, gradients = with_gradients(head, torch.empty(rows, dtype=torch.long))
     assert all(result.shape == rows for result in results)
-    for gradient, leaf in zip(torch.autograd.grad(sum(results).sum(), head.leaves), head.leaves, strict=True):
+    for gradient, leaf in zip(gradients, head, strict=True):
         assert_identical(gradient, torch.zeros_like(leaf))
-
-
-def test_all_rows_masked() -> None:
-    head = random_head(4).requiring_grad()
-    results = head(linear_logprob_entropy, torch.arange(4), mask=torch.zeros(4, dtype=torch.bool))
-    assert all((result == 0).all() for result in results)
-    assert all((gradient == 0).all() for gradient in torch.autograd.grad(sum(results).sum(), head.leaves))
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
@@ -406,32 +393,23 @@ def test_all_rows_masked() -> None:
 
 @pytest.mark.parametrize("bound", [5, 6, 50])
 def test_bounds_that_hold_change_nothing(bound: int) -> None:
-    head, labels = whole_number_head(10).requiring_grad(), torch.arange(10)
-    mask = torch.arange(10) % 2 == 0  # 5 rows
-    plain = head(linear_logprob_entropy, labels, mask=mask)
-    bounded = head(linear_logprob_entropy, labels, mask=mask, max_rows=bound, max_grad_rows=bound)
-    for ours, theirs in zip(bounded, plain, strict=True):
-        assert_same_bits(ours, theirs)
-    gradients = [torch.autograd.grad(sum(results).sum(), head.leaves) for results in (bounded, plain)]
-    for ours, theirs in zip(*gradients, strict=True):
+    head, labels = whole_number_head(10), torch.arange(10)
+    mask = labels % 2 == 0  # 5 rows
+    plain, expected = with_gradients(head, labels, mask=mask)
+    bounded, gradients = with_gradients(head, labels, mask=mask, max_rows=bound, max_grad_rows=bound)
+    assert_same(bounded, plain)
+    for ours, theirs in zip(gradients, expected, strict=True):
         assert_gradient(ours, theirs.double())
 
 
-def test_more_rows_than_max_rows_are_all_nan() -> None:
+def test_beyond_the_bounds_all_is_nan() -> None:
     head, labels = random_head(10), torch.arange(10)
-    mask = torch.arange(10) % 2 == 0
-    for result in head(linear_logprob_entropy, labels, mask=mask, max_rows=4):
-        assert result[mask].isnan().all()
-
-
-def test_more_gradients_than_max_grad_rows_are_all_nan() -> None:
-    head, labels = random_head(10).requiring_grad(), torch.arange(10)
-    logprob, row_entropy = head(linear_logprob_entropy, labels, max_grad_rows=4)
+    wanted = labels % 2 == 0  # 5 rows
+    for result in head(linear_logprob_entropy, labels, mask=wanted, max_rows=4):
+        assert result[wanted].isnan().all()
+    (logprob, _), (of_hidden, *gradients) = with_gradients(head, labels, [wanted.float()] * 2, max_grad_rows=4)
     assert logprob.isfinite().all()
-    wanted = (torch.arange(10) % 2 == 0).float()  # 5 rows
-    gradients = torch.autograd.grad(((logprob + row_entropy) * wanted).sum(), head.leaves)
-    assert gradients[0][wanted.bool()].isnan().all()
-    assert all(gradient.isnan().all() for gradient in gradients[1:])
+    assert all(gradient.isnan().all() for gradient in (of_hidden[wanted], *gradients))
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -439,12 +417,11 @@ def test_more_gradients_than_max_grad_rows_are_all_nan() -> None:
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
 def test_one_gradient_alone(wanted: str) -> None:
-    frozen, labels = random_head(5), torch.arange(5)
-    alone = frozen._replace(**{wanted: getattr(frozen, wanted).clone().requires_grad_()})
-    together = frozen.requiring_grad()
-    (gradient,) = torch.autograd.grad(sum(alone(linear_logprob_entropy, labels)).sum(), getattr(alone, wanted))
-    (expected,) = torch.autograd.grad(sum(together(linear_logprob_entropy, labels)).sum(), getattr(together, wanted))
-    assert_same_bits(gradient, expected)
+    head, leaf = random_head(5), getattr(random_head(5), wanted).requires_grad_()
+    alone = head._replace(**{wanted: leaf})
+    (gradient,) = torch.autograd.grad(sum(alone(linear_logprob_entropy, torch.arange(5))).sum(), leaf)
+    _, together = with_gradients(alone, torch.arange(5))
+    assert_same_bits(gradient, dict(zip(Head._fields, together, strict=True))[wanted])
 
 
 def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
@@ -452,8 +429,7 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
     with unwritten(labels, *head.leaves):
         loss = sum(head(linear_logprob_entropy, labels, workspace_bytes=10_000)).sum()
         first, second = (torch.autograd.grad(loss, head.leaves, retain_graph=True) for _ in range(2))
-    for once, again in zip(first, second, strict=True):
-        assert_same_bits(once, again)
+    assert_same(first, second)
 
 
 def test_strided_inputs() -> None:
@@ -465,11 +441,9 @@ def test_strided_inputs() -> None:
 
 def test_a_backward_within_autocast() -> None:
     """Autocast does not change this op: its arguments determine what it computes."""
-    hidden, weight = torch.randn(40, 32).requires_grad_(), torch.randn(9000, 32).requires_grad_()
-    logprob, entropy = linear_logprob_entropy(hidden, weight, torch.randint(9000, (40,)))
-    loss = logprob.sum() + entropy.sum()
-    expected = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    head = random_head(40, width=32, vocabulary=9000).requiring_grad()
+    loss = sum(head(linear_logprob_entropy, torch.randint(9000, (40,)))).sum()
+    expected = torch.autograd.grad(loss, head.leaves, retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = torch.autograd.grad(loss, (hidden, weight))
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert_same_bits(mine, theirs)
+        ours = torch.autograd.grad(loss, head.leaves)
+    assert_same(ours, expected)

@@ -179,9 +179,10 @@ def test_strided_rows() -> None:
     )
 
 
-def test_strided_values() -> None:
-    values, each = torch.randint(9, (8, 6, 10)) / 4, torch.randn(6, 8)
-    strided, packed = values.transpose(0, 1), values.transpose(0, 1).contiguous()
+@pytest.mark.parametrize("layout", [lambda x: x.transpose(0, 1), lambda x: x[:, :1].transpose(0, 1).expand(6, 8, 10)])
+def test_strided_values(layout: Callable[[Tensor], Tensor]) -> None:
+    strided, each = layout(torch.randint(9, (8, 6, 10)) / 4), torch.randn(6, 8)
+    packed = strided.contiguous()
     assert_same_bits(entropy(strided), entropy(packed))
     for function in (
         lambda x: topk_mask(x, 0.3),

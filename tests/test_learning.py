@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments.learning import chains, comparison, policy, probe, problems, records, report, stages  # noqa: E402
+from experiments.learning.__main__ import main  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.evaluate import rewards  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
@@ -89,19 +90,16 @@ def test_held_out_prompts_are_not_trained_on() -> None:
     assert min(map(len, longer)) > max(map(len, train))
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "right"),
-    [
+def test_the_reward_is_that_of_the_last_answer() -> None:
+    for completion, answer, right in (
         ("3 + 4 = 7 ; 7 * 2 = 4", "4", True),
         ("3 + 4 = 7 ; 7 * 2 = 5", "4", False),
         ("the answer is 1,085.", "1085", True),
         ("the answer is 185", "85", False),
         ("85, or maybe 86", "85", False),
         ("It is Paris.", "paris", True),
-    ],
-)
-def test_the_reward_is_that_of_the_last_answer(completion: str, answer: str, right: bool) -> None:
-    assert ends_in(completion, answer) == right
+    ):
+        assert ends_in(completion, answer) == right, completion
 
 
 def test_all_arms_of_a_seed_see_the_same_batches() -> None:
@@ -121,9 +119,8 @@ def test_generation_with_a_cache_is_generation_without(model: torch.nn.Module) -
         model.get_output_embeddings().weight.mul_(100)
     texts = [task.prompt for task in PROBLEM.train[:6]]
     prompts = PROBLEM.tokenizer(texts, padding=True, return_tensors="pt")
-    found = generate(
-        model, prompts.input_ids, prompts.attention_mask.bool(), 10, PROBLEM.tokenizer, torch.Generator().manual_seed(0)
-    )
+    attended, numbers = prompts.attention_mask.bool(), torch.Generator().manual_seed(0)
+    found = generate(model, prompts.input_ids, attended, 10, PROBLEM.tokenizer, numbers)
     for row, text in enumerate(texts):
         tokens = PROBLEM.tokenizer(text, return_tensors="pt").input_ids
         expected = []
@@ -162,17 +159,11 @@ def by_hand(model: torch.nn.Module, made: Rollouts, advantages: torch.Tensor, ma
     return list(torch.autograd.grad(total / mask.sum(), list(model.parameters())))
 
 
-def gradient(model: torch.nn.Module) -> list[torch.Tensor]:
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    return found
-
-
 def assert_gradient(model: torch.nn.Module, expected: list[torch.Tensor]) -> None:
     """Within a ten-thousandth of its largest element: one token more or less changes it by a hundredth."""
     largest = max(float(part.abs().max()) for part in expected)
-    for found, part in zip(gradient(model), expected, strict=True):
-        torch.testing.assert_close(found, part, rtol=0, atol=1e-4 * largest)
+    for parameter, part in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, part, rtol=0, atol=1e-4 * largest)
 
 
 def grpo_advantages(found: torch.Tensor) -> torch.Tensor:
@@ -226,13 +217,10 @@ def test_d3s_trains_on_the_tokens_of_the_largest_score(model: torch.nn.Module, m
 
 def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> None:
     made, found = batch(model)
-    kept = {}
+    kept: dict[str, list[Counts]] = {}
     for name, arm in ARMS.items():
-        rows, own = probe.first_of(made, found, arm)
-        numbers = torch.Generator().manual_seed(0)
-        kept[name] = [
-            add_gradient(model, rows, own, arm, arm.schedule(progress), numbers).counts for progress in (0.0, 1.0)
-        ]
+        given, numbers = (*probe.first_of(made, found, arm), arm), torch.Generator().manual_seed(0)
+        kept[name] = [add_gradient(model, *given, arm.schedule(part), numbers).counts for part in (0.0, 1.0)]
     tokens = int(made.completion_mask.sum())
     assert kept["GRPO-8"][0].kept == tokens > kept["GRPO-4"][0].kept == kept["GRPO-4"][1].kept
     assert kept["random 4 of 8"][0].kept < tokens > kept["PODS"][0].kept
@@ -258,8 +246,8 @@ def test_a_run_is_reproducible_to_the_bit_and_lasts_for_its_priced_time(tmp_path
     assert prices.of(first[-2].counts) < 3.0 <= prices.of(first[-1].counts)
     assert [point.longer_first is None for point in first] == [False, True, False]
     path = tmp_path / "curves.csv"
-    records.append(path, Run(job, first))
-    records.append(path, Run(Job("D3S", 1e-3, 7), second))
+    for run in (Run(job, first), Run(Job("D3S", 1e-3, 7), second)):
+        records.append(path, run)
     (read, other) = records.load(path)
     assert (read.job, len(read.points), other.job.arm) == (job, len(first), "D3S")
     assert [point.counts for point in read.points] == [point.counts for point in first]
@@ -347,9 +335,9 @@ def test_the_probe_measures_cosines_and_noise() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    for arguments, message in (
         (["--model", "."], "--model: needs --dataset too"),
         (["--dataset", "README.md", "--model", "."], "--model: . has no config.json"),
         (["--many", "0"], "--many: got 0; takes a whole number of at least 1"),
@@ -358,18 +346,11 @@ def test_the_probe_measures_cosines_and_noise() -> None:
         (["--enough", "30"], "--enough: got 30; takes a share above 0, up to 1"),
         (["--slips", "4"], "--slips: got 4; takes at most 3.33"),
         (["--arms", "PPO"], "--arms: got PPO; takes some of: GRPO-32; GRPO-8; random 8 of 32; PODS"),
-    ],
-)
-def test_bad_arguments_are_named(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from experiments.learning.__main__ import main
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["learning", "run", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    assert message in capsys.readouterr().err
+    ):
+        monkeypatch.setattr(sys, "argv", ["learning", "run", *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        assert message in capsys.readouterr().err
 
 
 def test_a_bad_line_of_a_data_set_is_named(tmp_path: Path) -> None:
@@ -391,7 +372,7 @@ RESULTS = sorted(path.parent for path in (ROOT / "experiments/learning/results")
 
 
 @pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
-def test_runs_are_compared_by_the_prices_that_timed_them(folder: Path) -> None:
+def test_kept_runs_are_compared_by_the_prices_that_timed_them_in_the_kept_report(folder: Path) -> None:
     setting = load_setting(folder)
     found, steps = comparison.load(setting), stages.prices_file(setting)["steps"]
     prices, horizon = stages.known_prices(setting)
@@ -400,11 +381,6 @@ def test_runs_are_compared_by_the_prices_that_timed_them(folder: Path) -> None:
         counts = runs[0].points[-1].counts
         assert found.own_clocks[arm](counts) == prices.of(counts) >= horizon
         of_step = Counts(**steps[arm]["counts"])
-        assert found.clocks[comparison.WHOLE_STEPS][arm](of_step) == pytest.approx(
-            steps[arm]["measured"] * of_step.steps
-        )
-
-
-@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
-def test_the_kept_report_is_that_of_the_kept_runs(folder: Path) -> None:
-    assert (folder / "learning.md").read_text(encoding="utf-8") == report.report(load_setting(folder))
+        whole = steps[arm]["measured"] * of_step.steps
+        assert found.clocks[comparison.WHOLE_STEPS][arm](of_step) == pytest.approx(whole)
+    assert (folder / "learning.md").read_text(encoding="utf-8") == report.report(setting)

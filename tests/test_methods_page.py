@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -42,7 +43,8 @@ def names() -> dict[str, Any]:
     """The names that the page uses. Rewards (except in the first group), lengths and entropies are distinct."""
     rewards = torch.randn(GROUPS, N)
     rewards[0] = 0.1
-    return {
+    numbers = {"keep": KEEP, "n": N, "batch": GROUPS * N, "p": 0.3, "low": 0.2, "high": 0.8}
+    return numbers | {
         "torch": torch,
         "d3s": d3s,
         "rewards": rewards,
@@ -50,12 +52,6 @@ def names() -> dict[str, Any]:
         "lengths": (torch.randperm(GROUPS * N).float() + 1).view(GROUPS, N),
         "kept": reference.max_variance_select(rewards, KEEP),
         "verified": torch.rand(GROUPS, N) < 0.8,
-        "keep": KEEP,
-        "n": N,
-        "batch": GROUPS * N,
-        "p": 0.3,
-        "low": 0.2,
-        "high": 0.8,
     }
 
 
@@ -141,6 +137,7 @@ def test_the_schedule() -> None:
 def names_of_tokens() -> dict[str, Any]:
     mask = torch.rand(6, 40) < 0.8
     advantages, entropy = torch.randn(6), torch.where(mask, torch.rand(6, 40), 9.0)
+    advantages[0] = advantages[0].abs()  # at least one is above 0
     return {"torch": torch, "d3s": d3s, "entropy": entropy, "mask": mask, "advantages": advantages, "ratio": RATIO}
 
 
@@ -287,8 +284,7 @@ def test_clip_cov_draws_from_the_middle() -> None:
 
 def test_archer_clips_the_upper_fifth_at_half() -> None:
     values = names_of_trust()
-    groups = reference.entropy_groups(values["entropy"], values["mask"])
-    assert run("Archer", values).equal(torch.where(groups == 1, 0.5, 0.2))
+    assert run("Archer", values).equal(torch.where(upper_fifths(values) == 1, 0.5, 0.2))
 
 
 def test_the_block_of_trusted_tokens() -> None:
@@ -317,12 +313,12 @@ def names_of_ratios() -> dict[str, Any]:
     return values | moved
 
 
-def of_groups(values: Tensor, groups: Tensor, function: Callable[[Tensor], Any], elsewhere: float) -> Tensor:
-    """Applies a function to the values of each group of each row. Indices below 0 are no group."""
-    result = torch.full(values.shape, elsewhere, dtype=torch.float64)
+def means(values: Tensor, groups: Tensor) -> Tensor:
+    """The mean of the values of each group of each row; 0 where the index is below 0, so there is no group."""
+    result = torch.zeros(values.shape, dtype=torch.float64)
     for row, of_row, number in zip(result, values.double(), groups, strict=True):
         for group in number[number >= 0].unique():
-            row[number == group] = function(of_row[number == group])
+            row[number == group] = of_row[number == group].mean()
     return result
 
 
@@ -331,7 +327,15 @@ def moves(v: dict[str, Any]) -> Tensor:
 
 
 def mean_ratio(v: dict[str, Any], groups: Tensor) -> Tensor:
-    return of_groups(moves(v), groups, lambda move: move.mean().exp(), 1.0)
+    return means(moves(v), groups).exp()
+
+
+def upper_fifths(v: dict[str, Any]) -> Tensor:
+    found = []
+    for row, mask in zip(v["entropy"], v["mask"], strict=True):
+        upper = highest(row.masked_fill(~mask, -1), -(-int(mask.sum()) // 5))
+        found.append(torch.where(mask, upper.to(torch.int8), -1))
+    return torch.stack(found)
 
 
 RATIOS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
@@ -339,13 +343,8 @@ RATIOS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "GSPO, GSPO-token": lambda v: mean_ratio(v, v["mask"].int() - 1),
     "ESPO, ratio": lambda v: mean_ratio(v, v["groups"]),
     "ESPO, ratio as printed": lambda v: mean_ratio(v, v["groups"]) * moves(v).exp(),
-    "ESPO, groups": lambda v: torch.stack(
-        [
-            torch.where(mask, highest(row.masked_fill(~mask, -1), -(-int(mask.sum()) // 5)).to(torch.int8), -1)
-            for row, mask in zip(v["entropy"], v["mask"], strict=True)
-        ]
-    ),
-    "ESPO, clip": lambda v: of_groups(v["entropy"], v["groups"], Tensor.mean, 0.0) * 0.02 / math.log(VOCABULARY),
+    "ESPO, groups": upper_fifths,
+    "ESPO, clip": lambda v: means(v["entropy"], v["groups"]) * 0.02 / math.log(VOCABULARY),
 }
 
 
@@ -379,11 +378,10 @@ def check_plan(plan: d3s.RolloutPlan[Tensor]) -> None:
 
 
 def write_profile() -> None:
-    lines = [f'{{"settings": {{"queries": {len(SUCCESSES)}}}}}'] + [
-        f'{{"index": {index}, "successes": {count}, "samples": 8, "mean_reward": {count / 8}}}'
-        for index, count in enumerate(SUCCESSES)
-    ]
-    Path("profile.jsonl").write_text("\n".join(lines) + "\n")
+    lines: list[dict[str, Any]] = [{"settings": {"queries": len(SUCCESSES)}}]
+    for index, count in enumerate(SUCCESSES):
+        lines.append({"index": index, "successes": count, "samples": 8, "mean_reward": count / 8})
+    Path("profile.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_lines_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,20 +455,12 @@ def test_every_line_is_tested_here() -> None:
     assert len(LINES) == len(re.findall(r"`\w+ = ~?d3s\.|`groups = \(|`kept = mask|`epsilon = torch", PAGE))
 
 
-def words(function: Callable[..., Any], argument: str) -> tuple[str, ...]:
-    return get_args(get_type_hints(function)[argument])
-
-
 def test_every_rule_and_every_function_is_on_the_page() -> None:
     rules = {f'"{rule}"' for rule in (*ROLLOUT_RULES, *TOKEN_RULES, "inverse_success_rate")}
     trusting = {f'"{rule}"' for rule in RULES if not rule.endswith("_truncate")}
-    levels = {f'level="{level}"' for level in words(d3s.importance_ratio, "level")}
-    functions = {
-        name
-        for module in (ratios, trust, planning)
-        for name in d3s.__all__
-        if getattr(module, name, None) is getattr(d3s, name)
-    }
+    levels = {f'level="{level}"' for level in get_args(get_type_hints(d3s.importance_ratio)["level"])}
+    modules = (ratios, trust, planning)
+    functions = {name for name in d3s.__all__ if any(getattr(d3s, name) is getattr(of, name, None) for of in modules)}
     assert levels >= {'level="token"'}
     assert functions >= {"importance_ratio", "entropy_groups", "adaptive_clip", "plan_rollouts", "RolloutPlan"}
     assert [name for name in rules | trusting | levels | functions if name not in PAGE] == []

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, random_labels, random_logits
+from helpers import random_labels, random_logits
+from test_invariance import assert_same
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -52,11 +53,6 @@ def results(function: Callable[[Tensor], tuple[Tensor, Tensor]], values: Tensor)
     return [*(output.detach() for output in outputs), gradient]
 
 
-def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert_same_bits(one, other)
-
-
 @forms
 def test_autocast_changes_nothing(form: str) -> None:
     """The arguments of these ops determine what they compute; autocast is for layers."""
@@ -64,7 +60,7 @@ def test_autocast_changes_nothing(form: str) -> None:
     values = make()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = results(function, values)
-    assert_all_same_bits(actual, results(function, values))
+    assert_same(actual, results(function, values))
 
 
 @forms
@@ -84,7 +80,7 @@ def test_what_the_backward_needs_may_be_moved(form: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(away, back):
         actual = results(function, values)
     assert sorted(returned) == list(range(len(moved)))
-    assert_all_same_bits(actual, results(function, values))
+    assert_same(actual, results(function, values))
 
 
 def test_a_selection_made_in_inference_mode() -> None:
@@ -113,7 +109,7 @@ def test_forward_mode_is_refused(form: str) -> None:
         assert d3s.topk_mask(dual[0], k=2).sum() == 2 * dual[0].numel() // dual.shape[-1]  # a selection is a constant
         with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
             function(dual)
-        assert_all_same_bits([*function(values)], [*function(values)])
+        assert_same([*function(values)], [*function(values)])
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias"])

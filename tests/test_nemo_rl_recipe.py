@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -24,11 +24,9 @@ from d3s_kernels import reference
 RECIPE = Path(__file__).parents[1] / "examples" / "trainers" / "d3s_nemo_rl.py"
 SEQUENCES, LENGTH, VOCABULARY, RATIO = 4, 9, 13, 0.3
 CONFIG = SimpleNamespace(
-    ratio_clip=0.2,
-    reference_policy_kl_penalty=0.1,
-    use_importance_sampling_correction=False,
+    ratio_clip=0.2, reference_policy_kl_penalty=0.1, use_importance_sampling_correction=False,
     force_on_policy_ratio=False,
-)
+)  # fmt: skip
 
 
 # ---- the trainer: written from nemo_rl/algorithms/loss and nemo_rl/models/policy at 7ea279a, 2026-08-22 --------------
@@ -99,20 +97,18 @@ class Policy:
         return data, loss_fn, eval_mode, timer
 
 
-def policy(tensor_parallel: int = 1, **options: Any) -> dict[str, Any]:
+def policy(
+    tensor_parallel: int = 1, context_parallel: int = 1, megatron: bool = False, packed: bool = False,
+    fused: bool = False, fuse_loss: bool = False, **generation: Any,
+) -> dict[str, Any]:  # fmt: skip
     """``config.policy``, of the DTensor workers unless ``megatron=True``."""
-    megatron, packed = options.pop("megatron", False), options.pop("packed", False)
-    both = {"context_parallel_size": options.pop("context_parallel", 1)}
-    fused = options.pop("fused", False)
+    megatron_cfg = {"tensor_model_parallel_size": tensor_parallel, "context_parallel_size": context_parallel}
     return {
-        "megatron_cfg": {
-            "enabled": megatron, "tensor_model_parallel_size": tensor_parallel, "use_fused_linear_logprobs": fused,
-            **both,
-        },
-        "dtensor_cfg": {"tensor_parallel_size": tensor_parallel, **both},
-        "sequence_packing": {"enabled": packed, "fuse_loss": options.pop("fuse_loss", False)},
-        "generation": {"top_k": None, "top_p": 1.0, **options},
-    }  # fmt: skip
+        "megatron_cfg": {"enabled": megatron, "use_fused_linear_logprobs": fused, **megatron_cfg},
+        "dtensor_cfg": {"tensor_parallel_size": tensor_parallel, "context_parallel_size": context_parallel},
+        "sequence_packing": {"enabled": packed, "fuse_loss": fuse_loss},
+        "generation": {"top_k": None, "top_p": 1.0, **generation},
+    }
 
 
 @contextmanager
@@ -181,13 +177,12 @@ def in_plain_torch(data: dict[str, Tensor], logits: Tensor, kept: Tensor) -> tup
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"token_scope": "sequence"}, {"token_rule": "entropy"}, {"token_rule": "entropy_quantile"}, {"packed": True}],
-)
-def test_a_share_of_the_tokens(options: dict[str, Any]) -> None:
-    packed = options.pop("packed", False)
-    options |= {"token_scope": "sequence"} if packed else {}
+BY_SEQUENCE = {"token_scope": "sequence"}
+OPTIONS = [{}, BY_SEQUENCE, {"token_rule": "entropy"}, {"token_rule": "entropy_quantile"}]
+
+
+@pytest.mark.parametrize(("options", "packed"), [*((options, False) for options in OPTIONS), (BY_SEQUENCE, True)])
+def test_a_share_of_the_tokens(options: dict[str, Any], packed: bool) -> None:
     data, logits = micro_batch()
     loss_fn = pickle.loads(pickle.dumps(loss_of(policy(packed=packed), **options)))  # as Ray does
     leaf = logits.clone().requires_grad_()
@@ -231,17 +226,11 @@ def test_off_policy_tokens_have_no_gradient() -> None:
         loss_of(policy(packed=True), token_scope="sequence", off_policy_rule="m2po")
 
 
-def test_without_a_rule_no_log_probabilities_are_read() -> None:
-    """With ``force_on_policy_ratio`` NeMo-RL may leave them out."""
-    data, logits = micro_batch()
-    del data["generation_logprobs"]
-    _, metrics = call(loss_of(policy()), data, logits.requires_grad_())
-    assert metrics["d3s/token_share"] > 0
-
-
 def test_metrics_of_micro_batches_are_summed() -> None:
     """As in NeMo-RL, whose sum over micro-batches is the metric; evaluations choose no tokens."""
     loss_fn, batches = loss_of(policy()), [micro_batch() for _ in range(3)]
+    for data, _ in batches:
+        del data["generation_logprobs"]  # which NeMo-RL may leave out with force_on_policy_ratio
     tokens = sum(int(mask_of(data).sum()) for data, _ in batches)
     found = [call(loss_fn, data, logits.requires_grad_(), tokens)[1] for data, logits in batches]
     entropies = torch.cat([reference.entropy(logits[:, :-1].detach())[mask_of(data)] for data, logits in batches])
@@ -334,27 +323,24 @@ def test_a_rollout_without_tokens_counts_as_one_without_an_advantage() -> None:
     assert recipe.keep_rollouts(data, 4, 1, rollouts_start=2, rollouts_end=2)["input_ids"].tolist() == [1, 3]
 
 
-def differing(data: Rows) -> None:
-    data["advantages"] = data["advantages"] + torch.arange(LENGTH)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "options", "change", "message"),
+    ("sizes", "options", "message"),
     [
-        ((6, 3), {"rollouts_start": 1.5}, None, r"rollouts_start: got 1\.5; takes a share"),
-        ((6, 3), {"rollouts_end": 3}, None, "rollouts_end: got 3; takes rollouts_start, which is 2"),
-        ((6, 3), {"advantages_from": "kept"}, None, "advantages_from: got 'kept'; takes 'all'"),
-        ((5, 3), {}, None, "group_size: got 5; takes a divisor of 18"),
-        ((6, 4), {}, None, "multiple_of: got 4; takes a divisor of 18"),
-        ((6, 0), {}, None, "multiple_of: got 0; takes a divisor of 18"),
-        ((6, 3), {}, differing, "advantages: got 'different ones for the tokens of a rollout'"),
+        ((6, 3), {"rollouts_start": 1.5}, r"rollouts_start: got 1\.5; takes a share"),
+        ((6, 3), {"rollouts_end": 3}, "rollouts_end: got 3; takes rollouts_start, which is 2"),
+        ((6, 3), {"advantages_from": "kept"}, "advantages_from: got 'kept'; takes 'all'"),
+        ((5, 3), {}, "group_size: got 5; takes a divisor of 18"),
+        ((6, 4), {}, "multiple_of: got 4; takes a divisor of 18"),
+        ((6, 0), {}, "multiple_of: got 0; takes a divisor of 18"),
     ],
 )
-def test_rollouts_refuse(
-    sizes: tuple[int, int], options: dict[str, Any], change: Callable[[Rows], None] | None, message: str
-) -> None:
-    data = batch_of(3, 6)
-    if change is not None:
-        change(data)
+def test_rollouts_refuse(sizes: tuple[int, int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recipe.keep_rollouts(data, *sizes, **{"rollouts_start": 2, "rollouts_end": 2, **options})
+        recipe.keep_rollouts(batch_of(3, 6), *sizes, **{"rollouts_start": 2, "rollouts_end": 2, **options})
+
+
+def test_a_rollout_with_several_advantages_is_refused() -> None:
+    data = batch_of(3, 6)
+    data["advantages"] = data["advantages"] + torch.arange(LENGTH)
+    with pytest.raises(ValueError, match="advantages: got 'different ones for the tokens of a rollout'"):
+        recipe.keep_rollouts(data, 6, 3, rollouts_start=2, rollouts_end=2)

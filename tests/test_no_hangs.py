@@ -25,29 +25,22 @@ LOGITS, LABELS = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1)
 def calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
     """Good calls. A test replaces an argument of one rank."""
     group: dict[str, Any] = {"process_group": ranks.group}
-    tokens = {"entropy": ENTROPY, "advantages": ADVANTAGES, "ratio": 0.5}
+    tokens = group | {"advantages": ADVANTAGES, "ratio": 0.5}
     offsets = torch.tensor([0, 5, 12 * ranks.size])
     plan = RowPlan(torch.arange(12), torch.arange(0), [0] * ranks.size, [0] * ranks.size, 12, 0, 12)
-    of_rows = {"ratio": 0.5, "placement": "pieces"} | group
+    by_ratio = partial(d3s.topk_mask, scores=ENTROPY, ratio=0.5, **group)
+    shard = {"labels": LABELS, "vocab_start": 4 * ranks.rank} | group
     return {
-        "topk_mask": partial(d3s.topk_mask, scores=ENTROPY, ratio=0.5, **group),
+        "topk_mask": by_ratio,
         "topk_mask by k": partial(d3s.topk_mask, ENTROPY, k=3, **group),
-        "topk_mask by offsets": partial(
-            d3s.topk_mask, ENTROPY, ratio=0.5, offsets=offsets, placement="global", **group
-        ),
-        "topk_mask by rows": partial(d3s.topk_mask, ENTROPY.view(3, 4), **of_rows),
-        "select_tokens": partial(d3s.select_tokens, **tokens, **group),
+        "topk_mask by offsets": partial(by_ratio, offsets=offsets, placement="global"),
+        "topk_mask by rows": partial(by_ratio, scores=ENTROPY.view(3, 4), placement="pieces"),
+        "select_tokens": partial(d3s.select_tokens, ENTROPY, **tokens),
         "select_tokens_from_logits": partial(
-            d3s.select_tokens_from_logits, LOGITS, advantages=ADVANTAGES[:1], ratio=0.5, **group
+            d3s.select_tokens_from_logits, LOGITS, **tokens | {"advantages": ADVANTAGES[:1]}
         ),
         "exchange_rows": partial(exchange_rows, values=ENTROPY, plan=plan, **group),
-        "vocab_parallel_logprob_entropy": partial(
-            vocab_parallel_logprob_entropy,
-            LOGITS[0],
-            labels=LABELS,
-            vocab_start=4 * ranks.rank,
-            process_group=ranks.group,
-        ),
+        "vocab_parallel_logprob_entropy": partial(vocab_parallel_logprob_entropy, LOGITS[0], **shard),
     }
 
 
@@ -61,11 +54,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
     "k": ("topk_mask by k", {"k": 4}, "k: got 3 on rank 0 and 4 on rank "),
     "drop_zeros": ("topk_mask", {"drop_zeros": True}, "drop_zeros: got False on rank 0 and True on rank "),
     "offsets": ("topk_mask by offsets", {"offsets": OFFSETS}, "offsets: got [0, 5, "),
-    "placement": (
-        "topk_mask by rows",
-        {"placement": "whole"},
-        "placement: got 'pieces' on rank 0 and 'whole' on rank ",
-    ),
+    "placement": ("topk_mask by rows", {"placement": "whole"}, "placement: got 'pieces' on rank 0 and 'whole' on rank"),
     "scope": ("select_tokens", {"scope": "sequence"}, "scope: got 'batch' on rank 0 and 'sequence' on rank "),
     "rule": ("select_tokens", {"rule": "entropy"}, "rule: got 'advantage_entropy' on rank 0 and 'entropy' on rank "),
     "out of range": ("topk_mask", {"ratio": 2.0}, "ratio: got 2; takes a number in (0, 1]"),
@@ -112,7 +101,7 @@ def tensors(found: Any) -> tuple[Tensor, ...]:
 
 
 def wrong_offsets(ranks: Ranks, offsets: Tensor) -> None:
-    d3s.topk_mask(ENTROPY, 0.5, offsets=offsets, placement="global", process_group=ranks.group)
+    calls(ranks)["topk_mask by offsets"](offsets=offsets)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,6 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["openrlhf.trainer.ray.launcher"].RayActorGroup = RayActorGroup  # type: ignore[attr-defined]
     spec = importlib.util.spec_from_file_location("d3s_openrlhf", RECIPE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "d3s_openrlhf", module)  # pickle finds the class there
     spec.loader.exec_module(module)
@@ -126,6 +124,9 @@ def test_passes_before_the_update_are_on_all_rollouts(recipe: Any) -> None:
     assert [len(values["sequences"]) for _, values in calls] == [12] * 4
 
 
+OF_4_RANKS = {"rollout.batch_size": 3, "ds.ring_attn_size": 1, "train.batch_size": 6}  # 6 are kept, rounded up to 8
+
+
 @pytest.mark.parametrize(
     ("options", "changed", "message"),
     [
@@ -138,11 +139,7 @@ def test_passes_before_the_update_are_on_all_rollouts(recipe: Any) -> None:
         ([], {"train.dynamic_batch_enable": True}, r"train\.dynamic_batch_enable: got True; takes False"),
         ([], {"rollout.micro_batch_size": 2}, r"rollout\.micro_batch_size: got 2; takes 1"),
         ([], {"train.batch_size": 6}, r"train\.batch_size: got 6, but 8 rollouts are kept; takes a divisor of 8"),
-        (
-            [],
-            {"rollout.batch_size": 3, "ds.ring_attn_size": 1, "train.batch_size": 6},  # 6, rounded up to 4 ranks
-            r"train\.batch_size: got 6, but 8 rollouts are kept",
-        ),
+        ([], OF_4_RANKS, r"train\.batch_size: got 6, but 8 rollouts are kept"),
     ],
 )
 def test_refused_before_an_actor_starts(recipe: Any, options: list[str], changed: Any, message: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from page_batch import HIDDEN, HOSTILE, Bytes, batch, decode
+from page_batch import HIDDEN, HOSTILE, Bytes, batch, decode, hostile_batch
 
 import d3s_kernels as d3s
 from d3s_kernels._page.render import darkest_from, shade
@@ -87,11 +87,10 @@ def test_rows_of_the_kept_rollouts_alone_give_the_same_page() -> None:
 
 def test_any_score_instead_of_the_default() -> None:
     prompts, texts, values = batch(groups=1, group=2, tokens=4)
-    values = {"kept_tokens": values["kept_tokens"], "scores": torch.full((2, 4), 0.25)}
-    seen = Seen(d3s.selection_page(prompts, texts, **values))
-    assert {attributes["data-s"] for _, attributes, _ in seen.tokens} == {"0.25"}
-    assert all("data-h" not in attributes for _, attributes, _ in seen.tokens)
-    assert "|advantage| x entropy" not in d3s.selection_page(prompts, texts, **values)
+    page = d3s.selection_page(prompts, texts, values["kept_tokens"], scores=torch.full((2, 4), 0.25))
+    assert {attributes["data-s"] for _, attributes, _ in Seen(page).tokens} == {"0.25"}
+    assert all("data-h" not in attributes for _, attributes, _ in Seen(page).tokens)
+    assert "|advantage| x entropy" not in page
 
 
 def test_scores_that_are_not_finite_are_shown_as_they_are() -> None:
@@ -102,8 +101,8 @@ def test_scores_that_are_not_finite_are_shown_as_they_are() -> None:
 
 
 def test_an_empty_completion_and_no_kept_rollout() -> None:
-    nothing = torch.zeros(2, 0, dtype=torch.bool), torch.zeros(2, 0)
-    page = d3s.selection_page(["?"], [[], []], nothing[0], scores=nothing[1], kept_rollouts=torch.zeros(2).bool())
+    nothing = torch.zeros(2, 0)
+    page = d3s.selection_page(["?"], [[], []], nothing.bool(), scores=nothing, kept_rollouts=torch.zeros(2).bool())
     assert "<b>0 of 2</b> rollouts" in page
 
 
@@ -111,10 +110,7 @@ def test_an_empty_completion_and_no_kept_rollout() -> None:
 
 
 def test_hostile_text_stays_text() -> None:
-    prompts, texts, values = batch(groups=len(HOSTILE), group=2, tokens=2)
-    for row, text in enumerate(HOSTILE):
-        prompts[row] = text
-        texts[2 * row] = texts[2 * row + 1] = [text, text]
+    prompts, texts, values = hostile_batch()
     harmless = Seen(d3s.selection_page(["x"] * len(prompts), [["x", "x"]] * len(texts), **values))
     page = d3s.selection_page(prompts, texts, title=HOSTILE[0], **values)
     assert Seen(page).tags == harmless.tags  # not one element more
@@ -195,10 +191,8 @@ def test_tokens_that_do_not_count_are_shown_without_a_score() -> None:
 def test_entropies_that_are_not_known_are_not_shown() -> None:
     values = {"entropy": torch.tensor([[torch.nan, 1.0]]), "advantages": torch.zeros(1)}
     page = d3s.selection_page(["?"], [["a", "b"]], torch.zeros(1, 2).bool(), **values)
-    assert [attributes for _, attributes, _ in Seen(page).tokens] == [
-        {"class": "s0", "data-s": "0"},
-        {"class": "s0", "data-s": "0", "data-h": "1"},
-    ]
+    shown = {"class": "s0", "data-s": "0"}
+    assert [attributes for _, attributes, _ in Seen(page).tokens] == [shown, shown | {"data-h": "1"}]
     assert "none is above 0" in page
 
 
@@ -259,11 +253,7 @@ Change = Callable[[list[str], list[list[str]], dict[str, Any]], Any]
         (lambda p, t, v: v.update(advantages=torch.zeros(3)), ValueError, "advantages: got shape [3]; takes one value"),
         (lambda p, t, v: v.update(rewards=torch.ones(4).long()), TypeError, "rewards: got torch.int64; takes a float"),
         (lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5)), ValueError, "kept_tokens: got dtype torch.float32"),
-        (
-            lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5).bool()),
-            ValueError,
-            "kept_tokens: got 10 in dropped rollouts or where mask is 0",
-        ),
+        (lambda p, t, v: v["kept_tokens"].fill_(True), ValueError, "kept_tokens: got 10 in dropped rollouts or where "),
         (lambda p, t, v: v.update(longest=1), ValueError, "longest: got 1; takes at least 2"),
         (lambda p, t, v: v.update(mask=torch.ones(3, 5)), ValueError, "mask: got shape [3, 5]; takes [4, 5]"),
         (
@@ -283,13 +273,13 @@ def test_bad_arguments_are_named(change: Change, error: type[Exception], message
 
 
 def test_token_ids_need_a_tokenizer() -> None:
-    kept = torch.zeros(1, 2).bool()
+    values = {"kept_tokens": torch.zeros(1, 2).bool(), "scores": torch.zeros(1, 2)}
     with pytest.raises(TypeError, match=r"tokenizer: got NoneType with token ids"):
-        d3s.selection_page(["?"], torch.zeros(1, 2).long(), kept, scores=torch.zeros(1, 2))
+        d3s.selection_page(["?"], torch.zeros(1, 2).long(), **values)
     with pytest.raises(TypeError, match=r"completions: got torch.float32 of shape \[1, 2\]; takes integers"):
-        d3s.selection_page(["?"], torch.zeros(1, 2), kept, scores=torch.zeros(1, 2))
+        d3s.selection_page(["?"], torch.zeros(1, 2), **values)
     with pytest.raises(ValueError, match="completions: got the token id -100; takes ids of at least 0"):
-        d3s.selection_page(["?"], torch.tensor([[1, -100]]), kept, scores=torch.zeros(1, 2), tokenizer=Bytes())
+        d3s.selection_page(["?"], torch.tensor([[1, -100]]), tokenizer=Bytes(), **values)
 
 
 @pytest.mark.parametrize("wrong", [None, "text", 3, ["text"], [1, 2], [[1]], iter([["a"]])])

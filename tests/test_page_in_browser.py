@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from browser import CHROMIUM, Browser
-from page_batch import HOSTILE, batch
+from page_batch import HOSTILE, batch, hostile_batch
 
 import d3s_kernels as d3s
 from d3s_kernels._page.text import as_html, token_as_html
@@ -43,19 +44,20 @@ def browser() -> Iterator[Browser]:
     made.close()
 
 
-def test_kept_tokens_are_those_of_the_mask(browser: Browser, tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "page.html"
+
+
+def test_kept_tokens_are_those_of_the_mask(browser: Browser, path: Path) -> None:
     prompts, texts, values = batch(groups=4, group=4, tokens=60)
-    path = tmp_path / "page.html"
     path.write_text(d3s.selection_page(prompts, texts, **values), encoding="utf-8")
     browser.open(path)
     assert browser.value("document.querySelectorAll('mark[data-s]').length") == int(values["kept_tokens"].sum())
     kept = values["kept_rollouts"].flatten().tolist()
     shown = browser.value("[...document.querySelectorAll('article > .text')].map(e => e.textContent)")
-    assert shown == [
-        "".join(html.unescape(token_as_html(text)) for text in row)
-        for row, keep in zip(texts, kept, strict=True)
-        if keep
-    ]
+    of_rows = ["".join(html.unescape(token_as_html(text)) for text in row) for row in texts]
+    assert shown == [row for row, keep in zip(of_rows, kept, strict=True) if keep]
     unfolded = "[...document.querySelectorAll('details > .text')].map(e => e.checkVisibility())"
     assert browser.value(unfolded) == [False] * kept.count(False)
     browser.value("document.querySelectorAll('details').forEach(e => e.open = true)")
@@ -63,46 +65,38 @@ def test_kept_tokens_are_those_of_the_mask(browser: Browser, tmp_path: Path) -> 
     assert browser.requests() == [path.as_uri()]  # nothing else was loaded
 
 
-def test_pointing_at_a_token_shows_its_numbers(browser: Browser, tmp_path: Path) -> None:
+def test_pointing_at_a_token_shows_its_numbers(browser: Browser, path: Path) -> None:
     prompts, texts, values = batch(groups=1, group=1, tokens=8, all_kept=True)
-    values["kept_tokens"][:] = False
-    values["kept_tokens"][0, 0] = True
-    path = tmp_path / "page.html"
+    values["kept_tokens"][0] = torch.arange(8) == 0
     path.write_text(d3s.selection_page(prompts, texts, **values), encoding="utf-8")
     browser.open(path, width=360)
-    score, entropy = (
-        f"{float(v):.3g}" for v in (values["advantages"].abs() * values["entropy"][0, 0], values["entropy"][0, 0])
-    )
+    entropy = values["entropy"][0, 0]
+    score = float(values["advantages"].abs() * entropy)
     browser.point_at("mark[data-s]")
     after = "getComputedStyle(document.querySelector('mark[data-s]'), '::after')"
     shown = browser.value(f"{after}.content").replace('" "', "").replace('"', "")
-    assert shown == f"kept: score {score}, entropy {entropy} nats"
+    assert shown == f"kept: score {score:.3g}, entropy {float(entropy):.3g} nats"
     assert browser.value(f"{after}.position") == "fixed"  # at the edge of the window, so it covers no neighbour
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_on_every_shade(browser: Browser, tmp_path: Path, scheme: str) -> None:
+def test_text_can_be_read_on_every_shade(browser: Browser, path: Path, scheme: str) -> None:
     prompts, texts, values = batch(groups=2, group=8, tokens=200, all_kept=True)
-    path = tmp_path / "page.html"
     path.write_text(d3s.selection_page(prompts, texts, **values), encoding="utf-8")
     browser.open(path, scheme=scheme)
     selectors = [f"article .s{level}" for level in range(10)] + [".legend", ".facts", ".prompt", "b.good", "b.bad"]
     for selector in selectors:
         assert browser.value(f"{CONTRAST}('{selector}')") >= 4.5, selector
     grounds = [
-        browser.value(f"getComputedStyle(document.querySelector('article .s{n}')).backgroundColor") for n in range(10)
+        browser.value(f"getComputedStyle(document.querySelector('{place}')).backgroundColor")
+        for place in ("body", *selectors[:10])
     ]
-    assert len(set(grounds)) == 10  # every level is another shade
-    dark = browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
-    assert dark == (scheme == "dark")
+    assert len(set(grounds[1:])) == 10  # every level is another shade
+    assert (grounds[0] == "rgb(13, 17, 23)") == (scheme == "dark")
 
 
-def test_hostile_text_does_nothing_and_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
-    prompts, texts, values = batch(groups=len(HOSTILE), group=2, tokens=2)
-    for row, text in enumerate(HOSTILE):
-        prompts[row] = text
-        texts[2 * row] = texts[2 * row + 1] = [text, text]
-    path = tmp_path / "page.html"
+def test_hostile_text_does_nothing_and_fits_a_phone(browser: Browser, path: Path) -> None:
+    prompts, texts, values = hostile_batch()
     path.write_text(d3s.selection_page(prompts, texts, title=HOSTILE[0], **values), encoding="utf-8")
     browser.open(path, width=360, height=740)
     assert browser.value("document.querySelectorAll('script, img, main style, [onerror], [onmouseover]').length") == 0
@@ -114,6 +108,5 @@ def test_hostile_text_does_nothing_and_fits_a_phone(browser: Browser, tmp_path: 
     shown = browser.value("[...document.querySelectorAll('.prompt')].map(e => e.textContent)")
     assert shown == [html.unescape(as_html(text)) for text in HOSTILE]
     # What is written from right to left keeps to its own block.
-    assert set(browser.value("[...document.querySelectorAll('.text')].map(e => getComputedStyle(e).unicodeBidi)")) == {
-        "isolate"
-    }
+    blocks = browser.value("[...document.querySelectorAll('.text')].map(e => getComputedStyle(e).unicodeBidi)")
+    assert set(blocks) == {"isolate"}

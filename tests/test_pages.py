@@ -1,7 +1,8 @@
-"""The pages: links lead somewhere, tables are well formed, and lists and numbers are complete and true."""
+"""The pages: links lead somewhere, tables are well formed, and lists, numbers and claims about the code are true."""
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import re
@@ -13,6 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_identical
+from ranks import Ranks, world
+
+import d3s_kernels as d3s
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
@@ -38,20 +43,16 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+def test_links_lead_somewhere_and_tables_have_at_most_five_columns(page: Path) -> None:
+    text = prose(page)
+    assert all(line.count("|") <= 6 for line in re.findall(r"^\|(?: *:?-+:? *\|)+$", text, re.MULTILINE))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("http://", "https://")):
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_tables_have_at_most_five_columns(page: Path) -> None:
-    for line in re.findall(r"^\|(?: *:?-+:? *\|)+$", prose(page), re.MULTILINE):
-        assert line.count("|") - 1 <= 5
 
 
 def test_the_front_page_is_short() -> None:
@@ -127,9 +128,8 @@ def test_every_environment_variable_is_listed() -> None:
     assert not sorted(name for name in read - {"D3S_TEST_CACHES"} if f"`{name}`" not in page)
 
 
-def names_after_running(page: str) -> dict[str, Any]:
-    """Runs the code of a page, and returns the names that it leaves."""
-    names: dict[str, Any] = {}
+def names_after_running(page: str, **names: Any) -> dict[str, Any]:
+    """Runs the code of a page, which may use these names, and returns the names that it leaves."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         exec(compile(block, f"docs/{page}", "exec"), names)
@@ -151,3 +151,76 @@ def test_the_code_of_the_page_on_debugging_runs(tmp_path: Path, monkeypatch: pyt
     names = names_after_running("debugging.md")
     assert "<mark" in (tmp_path / "selection.html").read_text(encoding="utf-8")
     assert (int(names["kept"].count), float(names["kept"].threshold)) == (0, float("inf"))
+
+
+# ---- scaling.md ------------------------------------------------------------------------------------------------------
+
+
+def scaled(ranks: Ranks | None, groups: list[int]) -> tuple[Any, Any, Any]:
+    """What the page's code chooses, and the loss, on one of the ranks or in one process that has everything."""
+    generator = torch.Generator().manual_seed(sum(groups))
+    shape = (sum(groups), 4, 30)
+    values = {
+        "advantages": torch.randn(shape[:2], generator=generator),
+        "entropy": torch.rand(shape, generator=generator),
+        "mask": torch.rand(shape, generator=generator) < 0.8,
+    }
+    if ranks is not None:
+        values = {name: value.split(groups)[ranks.rank] for name, value in values.items()}
+    others = {"torch": torch, "d3s": d3s, "per_token_loss": values["entropy"], "keep": 2, "budget": d3s.Budget(2, 0.2)}
+    found = names_after_running("scaling.md", **values, **others, group=None if ranks is None else ranks.group)
+    return found["kept"], found["chosen"].mask, found["loss"]
+
+
+def test_ranks_that_differ_choose_what_one_process_would() -> None:
+    groups = [3, 0, 5]
+    kept, tokens, loss = scaled(None, groups)
+    of_ranks = list(zip(*world(3).run(scaled, groups), strict=True))
+    assert_identical(torch.cat(of_ranks[0]), kept)
+    assert int(kept.sum()) == 2 * sum(groups)
+    assert_identical(torch.cat(of_ranks[1]), tokens)
+    torch.testing.assert_close(sum(of_ranks[2]), loss)
+
+
+# ---- SECURITY.md -----------------------------------------------------------------------------------------------------
+
+# Calls that run what they read, or that send or receive pickles.
+RUNS_CODE = {
+    "eval", "exec", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
+    "send_object_list", "recv_object_list",
+}  # fmt: skip
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "socket", "http", "urllib", "requests"}
+
+
+def found_in(path: Path) -> set[str]:
+    """The modules that a file imports and the functions that it calls, of those above."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names} & MODULES
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {(node.module or "").partition(".")[0]} & MODULES
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            is_method = isinstance(node.func, ast.Attribute) and called in ("eval", "exec")  # model.eval()
+            names |= {called} & RUNS_CODE if not is_method else set()
+            if called == "load" and getattr(getattr(node.func, "value", None), "id", "") == "torch":
+                names.add("torch.load")
+    return names
+
+
+def test_nothing_is_unpickled_but_what_the_page_names() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): names
+        for path in (ROOT / "d3s_kernels").rglob("*.py")
+        if (names := found_in(path))
+    }
+    assert found == {
+        "d3s_kernels/integrations/trl/page.py": {"gather_object"},
+        "d3s_kernels/integrations/swift/trainer.py": {"gather_object"},
+    }
+
+
+def test_no_model_brings_its_code() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "d3s_kernels").rglob("*.py")]
+    assert not any("trust_remote_code" in text for text in texts)

@@ -1,7 +1,5 @@
 """plan_rows and exchange_rows: every kept row ends up in one place, and every rank has the same number of rows."""
 
-import doctest
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -209,10 +207,3 @@ def test_what_differs_between_ranks() -> None:
         for found in world(2).outcomes(refused, "exchange_rows", bad, (1,), D3S_KERNELS_CHECK="1"):
             assert isinstance(found, ValueError)
             assert str(found).startswith("values: got {'values': ")
-
-
-@pytest.mark.parametrize("name", ["plan_rows", "exchange_rows"])
-def test_examples(name: str) -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(distributed, name), name)
-    assert doctest.DocTestRunner().run(test).failed == 0
-    assert test.examples

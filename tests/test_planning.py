@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from d3s_kernels import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
@@ -22,29 +22,15 @@ def planned(profile: list[tuple[int, int]], **options: Any) -> RolloutPlan[Any]:
     return plan_rollouts(successes, samples, **options)
 
 
-def test_eight_samples_as_in_the_paper() -> None:
+def test_eight_samples_as_in_the_paper_and_by_the_inverse_of_the_rate() -> None:
     plan = plan_rollouts(torch.arange(9), 8)
     assert plan.group_size.tolist() == [0, 8, 4, 2, 2, 2, 2, 0, 0]
     assert plan.phase.tolist() == [NOT_TRAINED, 2, 1, 0, 0, 0, 0, NOT_TRAINED, NOT_TRAINED]
     assert plan.phase_sizes == (2, 4, 8)
     assert [plan.queries(phase).tolist() for phase in range(3)] == [[3, 4, 5, 6], [2], [1]]
-
-
-def test_eight_samples_by_the_inverse_of_the_rate() -> None:
     plan = plan_rollouts(torch.arange(9), 8, rule="inverse_success_rate")
     assert plan.group_size.tolist() == [0, 8, 4, 3, 2, 2, 2, 0, 0]
     assert plan.phase_sizes == (2, 3, 4, 8)
-
-
-@given(profiles)
-def test_buckets_are_the_closed_form(profile: list[tuple[int, int]]) -> None:
-    """clamp(2^floor(log2(1/p)), 2, 8). The logarithm counts bits, because floats would err at the edges."""
-    plan = planned(profile, keep_unsolved=0.0)
-    for (successes, samples), size in zip(profile, plan.group_size.tolist(), strict=True):
-        if successes == 0 or 4 * successes > 3 * samples:
-            assert size == 0
-        else:
-            assert size == min(max(2 ** ((samples // successes).bit_length() - 1), 2), 8)
 
 
 @given(profiles, st.sets(st.integers(2, 50), min_size=1), st.sampled_from(["buckets", "inverse_success_rate"]))
@@ -63,6 +49,7 @@ def test_any_sizes(profile: list[tuple[int, int]], sizes: set[int], rule: Any) -
 
 
 @given(profiles, st.floats(0, 1), st.integers())
+@example([], 0.1, 0)
 def test_what_a_plan_is(profile: list[tuple[int, int]], keep: float, seed: int) -> None:
     plan = planned(profile, keep_unsolved=keep, seed=seed)
     assert sorted(set(plan.group_size.tolist()) - {0, EVERY_PHASE}) == list(plan.phase_sizes)
@@ -79,7 +66,11 @@ def test_what_a_plan_is(profile: list[tuple[int, int]], keep: float, seed: int) 
         served |= own
     for query, (successes, samples) in enumerate(profile):
         assert (query in served) == (successes > 0 and 4 * successes <= 3 * samples)
-        if query not in served | kept:
+        if query in served:  # clamp(2^floor(log2(1/p)), 2, 8); the logarithm counts bits, since floats err at the edges
+            assert plan.group_size[query] == min(max(2 ** ((samples // successes).bit_length() - 1), 2), 8)
+        elif query in kept:
+            assert successes == 0
+        else:
             assert (plan.group_size[query], plan.phase[query]) == (0, NOT_TRAINED)
     assert (plan.group_size[list(kept)] == EVERY_PHASE).all()
 
@@ -105,7 +96,6 @@ def test_unsolved_queries_are_drawn_by_the_seed() -> None:
 
     state = torch.get_rng_state()
     assert kept(0) == [2, 25, 29, 35, 40, 76, 82, 86, 90, 99]  # in every release, and on every machine
-    assert kept(0) == kept(0)
     assert len({tuple(kept(seed)) for seed in range(20)}) == 20
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -134,10 +124,8 @@ def test_tensors_and_arrays_give_the_same(dtype: torch.dtype) -> None:
 
 
 def test_one_number_of_samples_or_one_for_each_query() -> None:
-    successes = torch.arange(9)
-    one, each = plan_rollouts(successes, 8), plan_rollouts(successes, torch.full((9,), 8))
-    assert torch.equal(one.group_size, each.group_size)
-    assert torch.equal(plan_rollouts(successes, np.int64(8)).group_size, one.group_size)
+    one, *others = (plan_rollouts(torch.arange(9), samples) for samples in (8, torch.full((9,), 8), np.int64(8)))
+    assert all(torch.equal(one.group_size, other.group_size) for other in others)
 
 
 @pytest.mark.parametrize("tenths", range(1, 10))
@@ -148,22 +136,8 @@ def test_a_rate_equal_to_the_threshold_is_not_above_it(tenths: int) -> None:
     assert above == 0
 
 
-def test_a_size_that_no_query_has_is_no_phase() -> None:
-    plan = plan_rollouts(torch.tensor([1, 4, 0, 1]), 8, keep_unsolved=1)
-    assert plan.phase_sizes == (2, 8)
-    assert plan.phase.tolist() == [1, 0, EVERY_PHASE, 1]
-    assert plan.queries(0).tolist() == [1, 2]
-    assert plan.queries(1).tolist() == [0, 2, 3]
-
-
-def test_no_queries() -> None:
-    plan = plan_rollouts(torch.zeros(0, dtype=torch.int64), 8)
-    assert (plan.group_size.shape, plan.phase.shape, plan.phase_sizes) == ((0,), (0,), ())
-
-
 def test_large_numbers_are_compared_exactly() -> None:
-    """No float64 represents 2^53 + 1."""
-    many = 2**53 + 1
+    many = 2**53 + 1  # no float64
     plan = plan_rollouts(torch.tensor([2**51, 2**51 + 1]), many)
     assert plan.group_size.tolist() == [4, 2]
     assert math.isclose(2**51 / many, (2**51 + 1) / many)

@@ -15,11 +15,8 @@ from test_cuda_emulated import ABOVE_THE_KERNELS, LEFT_OUT, RUNS, TESTS, run_pyt
 def test_on_plain_pytorch(suite: tuple[str, ...], record_property: Callable) -> None:
     left_out = ABOVE_THE_KERNELS if EVERYTHING else (*ABOVE_THE_KERNELS, *LEFT_OUT)
     files = [str(TESTS / name) for name in suite if name not in left_out]
-    printed = run_pytest(
-        *files,
-        D3S_KERNELS_BACKEND="torch",
-        D3S_TEST_EXAMPLES=os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "3"),
-    )
+    examples = os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "3")
+    printed = run_pytest(*files, D3S_KERNELS_BACKEND="torch", D3S_TEST_EXAMPLES=examples)
     record_property(*layer("the ops in plain PyTorch", printed))
 
 

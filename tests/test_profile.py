@@ -28,6 +28,7 @@ PAD, EOS, LETTERS = 0, 1, "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = 2 + len(LETTERS)
 TEMPLATE = "c{{ messages[0]['content'] }}{{ closing or 'd' }}"
 QUERIES = 7
+Command = Callable[..., list[str]]
 
 REWARDS = '''
 def early_letters(completions, answer, **columns):
@@ -67,16 +68,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {"<pad>": PAD, "<eos>": EOS} | {letter: token for token, letter in enumerate(LETTERS, 2)}
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<eos>"}
     tokenizer = transformers.Qwen2Tokenizer(vocabulary, [], **special, chat_template=TEMPLATE)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.Qwen2Config(**sizes, **heads, pad_token_id=PAD, eos_token_id=EOS)
     torch.manual_seed(1)
     model = transformers.Qwen2ForCausalLM(config)
     with torch.no_grad():
@@ -89,7 +83,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(model_folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "profile.jsonl"
+
+
+@pytest.fixture
+def command(model_folder: Path, tmp_path: Path) -> Command:
     """Arguments of a profile of seven queries of different lengths."""
     rows = [
         {"prompt": " ".join(f"w{2 + i + j}" for j in range(1 + i % 3)), "answer": 60 + 12 * i} for i in range(QUERIES)
@@ -123,13 +122,13 @@ def records(path: Path) -> list[dict[str, Any]]:
 # ---- the whole command -----------------------------------------------------------------------------------------------
 
 
-def test_a_profile_and_its_plan(command: Callable[..., list[str]], tmp_path: Path, capsys: Any) -> None:
+def test_a_profile_and_its_plan(command: Command, out: Path, capsys: Any) -> None:
     assert main(command()) == 0
-    found = records(tmp_path / "profile.jsonl")
+    found = records(out)
     assert [record["index"] for record in found] == list(range(QUERIES))
     assert all(record["samples"] == 8 and record["mean_reward"] == record["successes"] / 8 for record in found)
     assert len({record["successes"] for record in found}) > 2  # otherwise this test shows little
-    successes, samples = load_profile(tmp_path / "profile.jsonl")
+    successes, samples = load_profile(out)
     assert successes.tolist() == [record["successes"] for record in found]
     assert samples.tolist() == [8] * QUERIES
     assert plan_rollouts(successes, samples).phase.shape == (QUERIES,)
@@ -138,96 +137,81 @@ def test_a_profile_and_its_plan(command: Callable[..., list[str]], tmp_path: Pat
 
 
 @pytest.mark.parametrize("batch", [3, 16, 64])
-def test_interrupted_and_resumed(
-    command: Callable[..., list[str]], tmp_path: Path, monkeypatch: Any, capsys: Any, batch: int
-) -> None:
-    """Interrupted after each query, also in the middle of a block, and with the last line half written."""
-    assert main(command(**{"batch-size": batch})) == 0
-    whole = (tmp_path / "profile.jsonl").read_bytes()
+def test_interrupted_and_resumed(command: Command, out: Path, monkeypatch: Any, capsys: Any, batch: int) -> None:
+    """Interrupted when the line of each query is there, also in the middle of a block; and with a line half written."""
+    arguments = command(**{"batch-size": batch})
+    assert main(arguments) == 0
+    whole = out.read_bytes()
     for after in range(QUERIES):
-        out = tmp_path / f"{after}.jsonl"
-        again = command(**{"batch-size": batch, "out": out})
+        out.unlink()
 
-        def until(*arguments: Any, out: Path = out, after: int = after) -> list[float]:
+        def until(*arguments: Any, after: int = after) -> list[float]:
             if len(records(out)) == after:
                 raise KeyboardInterrupt
             return score(*arguments)
 
         with monkeypatch.context() as patched:
             patched.setattr("d3s_kernels.planning.profile.run.score", until)
-            assert main(again) == 130
+            assert main(arguments) == 130
         assert f"stopped after {after} of {QUERIES} queries" in capsys.readouterr().err
         part = out.read_bytes()
         assert part == b"".join(whole.splitlines(keepends=True)[: after + 1])
         out.write_bytes(part + b'{"index": 1, "succ')
-        assert main(again) == 0
+        assert main(arguments) == 0
         assert out.read_bytes() == whole
 
 
-def test_a_finished_profile_is_left_as_it_is(
-    command: Callable[..., list[str]], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_finished_profile_is_left_as_it_is(command: Command, out: Path, monkeypatch: Any) -> None:
     assert main(command()) == 0
-    whole = (tmp_path / "profile.jsonl").read_bytes()
+    whole = out.read_bytes()
     monkeypatch.setattr("d3s_kernels.planning.profile.run.score", None)  # no query is scored again
     assert main(command()) == 0
-    assert (tmp_path / "profile.jsonl").read_bytes() == whole
+    assert out.read_bytes() == whole
 
 
-def test_another_batch_size_goes_on_with_the_same_file(command: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_another_batch_size_goes_on_with_the_same_file(command: Command, out: Path) -> None:
     assert main(command()) == 0
-    whole = (tmp_path / "profile.jsonl").read_text()
-    (tmp_path / "profile.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
+    whole = out.read_text()
+    out.write_text("".join(whole.splitlines(keepends=True)[:4]))
     assert main(command(**{"batch-size": 5})) == 0
-    assert (tmp_path / "profile.jsonl").read_text() == whole  # no two tokens of this model tie
+    assert out.read_text() == whole  # no two tokens of this model tie
 
 
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"samples": 4}, "samples 8; got 4"),
-        ({"seed": 1}, "seed 0; got 1"),
-        ({"temperature": 0.5}, "temperature"),
-        ({"threshold": 0.5}, "threshold"),
-        ({"max-new-tokens": 7}, "max_new_tokens"),
-        ({"chat-template-kwargs": '{"closing": "e"}'}, "chat_template_kwargs"),
-        ({"dtype": "float32"}, "dtype"),
-    ],
-)
-def test_other_settings_are_refused(
-    command: Callable[..., list[str]], tmp_path: Path, capsys: Any, changed: dict[str, Any], name: str
-) -> None:
+def test_other_settings_are_refused(command: Command, out: Path, capsys: Any) -> None:
+    """Also another dataset under the same name."""
     assert main(command()) == 0
-    whole = (tmp_path / "profile.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match="2"):
-        main(command(**changed))
-    assert f"was written with {name}" in capsys.readouterr().err
-    assert (tmp_path / "profile.jsonl").read_bytes() == whole
+    whole = out.read_bytes()
+
+    def refused(name: str, **changed: Any) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            main(command(**changed))
+        assert f"was written with {name}" in capsys.readouterr().err
+        assert out.read_bytes() == whole
+
+    refused("samples 8; got 4", samples=4)
+    refused("seed 0; got 1", seed=1)
+    refused("temperature", temperature=0.5)
+    refused("threshold", threshold=0.5)
+    refused("max_new_tokens", **{"max-new-tokens": 7})
+    refused("chat_template_kwargs", **{"chat-template-kwargs": '{"closing": "e"}'})
+    refused("dtype", dtype="float32")
+    prompts = out.with_name("prompts.jsonl")
+    *rows, last = map(json.loads, prompts.read_text().splitlines())
+    lines(prompts, [*rows, {**last, "answer": 0}])
+    refused("digest")
 
 
-def test_another_dataset_under_the_same_name_is_refused(
-    command: Callable[..., list[str]], tmp_path: Path, capsys: Any
-) -> None:
-    assert main(command()) == 0
-    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    lines(tmp_path / "prompts.jsonl", [*rows[:-1], {**rows[-1], "answer": 0}])
-    with pytest.raises(SystemExit, match="2"):
-        main(command())
-    assert "was written with digest" in capsys.readouterr().err
-
-
-def test_seeds_draw_other_completions(command: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_seeds_draw_other_completions(command: Command, tmp_path: Path) -> None:
     for seed in (0, 1):
         assert main(command(seed=seed, out=tmp_path / f"{seed}.jsonl")) == 0
     assert records(tmp_path / "0.jsonl") != records(tmp_path / "1.jsonl")
 
 
-def test_messages_go_through_the_chat_template(command: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_messages_go_through_the_chat_template(command: Command, tmp_path: Path) -> None:
     """The template turns p into cpd, and the reward function gets messages."""
-    text = [{"prompt": f"c{letter}d", "answer": 60} for letter in "pqrs"]
-    chat = [{"prompt": [{"role": "user", "content": letter}], "answer": 60} for letter in "pqrs"]
-    lines(tmp_path / "text.jsonl", text)
-    lines(tmp_path / "chat.jsonl", chat)
+    chats = [[{"role": "user", "content": letter}] for letter in "pqrs"]
+    lines(tmp_path / "text.jsonl", [{"prompt": f"c{letter}d", "answer": 60} for letter in "pqrs"])
+    lines(tmp_path / "chat.jsonl", [{"prompt": chat, "answer": 60} for chat in chats])
     reward = f"{tmp_path / 'rewards.py'}:of_messages"
     assert main(command(dataset=tmp_path / "text.jsonl", out=tmp_path / "t.jsonl")) == 0
     assert main(command(dataset=tmp_path / "chat.jsonl", out=tmp_path / "c.jsonl", reward=reward)) == 0
@@ -237,19 +221,19 @@ def test_messages_go_through_the_chat_template(command: Callable[..., list[str]]
     assert records(tmp_path / "o.jsonl") != records(tmp_path / "t.jsonl")
 
 
-def test_completions_without_a_reward_are_no_samples(command: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_completions_without_a_reward_are_no_samples(command: Command, tmp_path: Path, out: Path) -> None:
     reward = f"{tmp_path / 'rewards.py'}:sometimes_none"
     assert main(command(reward=reward, threshold=0.5)) == 0
-    found = records(tmp_path / "profile.jsonl")
+    found = records(out)
     assert found[-1] == {"index": QUERIES - 1, "successes": 0, "samples": 0, "mean_reward": None}
     assert any(record["samples"] for record in found)
-    successes, samples = load_profile(tmp_path / "profile.jsonl")
+    successes, samples = load_profile(out)
     with pytest.raises(ValueError, match="samples: got 0 at query"):
         plan_rollouts(successes, samples)
     assert plan_rollouts(successes[samples > 0], samples[samples > 0]).phase.numel() < QUERIES
 
 
-def test_a_dataset_by_name(command: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_dataset_by_name(command: Command, tmp_path: Path, out: Path) -> None:
     """A folder with a JSONL file is a name that the datasets library can load."""
     pytest.importorskip("datasets")
     folder = tmp_path / "named"
@@ -258,17 +242,17 @@ def test_a_dataset_by_name(command: Callable[..., list[str]], tmp_path: Path) ->
     lines(folder / "train.jsonl", [{"question": row["prompt"], "answer": row["answer"]} for row in rows])
     assert main(command()) == 0
     assert main(command(**{"dataset": folder, "prompt-column": "question", "out": tmp_path / "n.jsonl"})) == 0
-    assert records(tmp_path / "n.jsonl") == records(tmp_path / "profile.jsonl")
+    assert records(tmp_path / "n.jsonl") == records(out)
 
 
 @pytest.mark.slow("that it is found, and its bar seen, as a command; the tests above call what it calls")
-def test_as_a_command(command: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_as_a_command(command: Command, tmp_path: Path, out: Path) -> None:
     """Runs with a reward module in its working directory that is not installed, and with a progress bar."""
     arguments = [sys.executable, "-m", "d3s_kernels.planning.profile", *command(reward="rewards:later")]
     ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"{QUERIES}/{QUERIES}" in ran.stderr
     assert main(command(out=tmp_path / "here.jsonl")) == 0
-    assert records(tmp_path / "profile.jsonl") == records(tmp_path / "here.jsonl")
+    assert records(out) == records(tmp_path / "here.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -287,31 +271,24 @@ def test_as_a_command(command: Callable[..., list[str]], tmp_path: Path) -> None
         ({"reward": "math:pi"}, "reward: math has no function pi"),
     ],
 )
-def test_bad_arguments(
-    command: Callable[..., list[str]], tmp_path: Path, capsys: Any, changed: dict[str, Any], message: str
-) -> None:
+def test_bad_arguments(command: Command, out: Path, capsys: Any, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(command(**changed))
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "profile.jsonl").exists()
+    assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_bad_datasets(command: Command, out: Path, capsys: Any) -> None:
+    for content, message in (
         ("", "has no rows"),
         ('{"prompt": "b"}\nb\n', "has no JSON object in line 2"),
         ('{"prompt": "b"}\n\n{"prompt": ""}\n', "has no prompt in row 1"),
         ('{"prompt": "b"}\n{"answer": 1}\n', "has no prompt in row 1"),
-    ],
-)
-def test_bad_datasets(
-    command: Callable[..., list[str]], tmp_path: Path, capsys: Any, content: str, message: str
-) -> None:
-    (tmp_path / "prompts.jsonl").write_text(content)
-    with pytest.raises(SystemExit, match="2"):
-        main(command())
-    assert message in capsys.readouterr().err
+    ):
+        out.with_name("prompts.jsonl").write_text(content)
+        with pytest.raises(SystemExit, match="2"):
+            main(command())
+        assert message in capsys.readouterr().err
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -320,8 +297,8 @@ SETTINGS = {"queries": 3, "model": "ä", "samples": 8}
 RECORDS = [Record(0, 1, 8, 0.125), Record(1, 0, 0, None), Record(2, 7, 8, 0.1 + 0.2)]
 
 
-def write(path: Path, wanted: list[Record] = RECORDS, settings: dict[str, Any] = SETTINGS) -> set[int]:
-    with ProfileFile(path, settings) as file:
+def write(path: Path, wanted: list[Record] = RECORDS) -> set[int]:
+    with ProfileFile(path, SETTINGS) as file:
         before = set(file.done)
         for record in wanted:
             if record.index not in file.done:
@@ -329,50 +306,42 @@ def write(path: Path, wanted: list[Record] = RECORDS, settings: dict[str, Any] =
     return before
 
 
-def test_the_prompt_takes_the_place_of_a_column_of_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "queries.jsonl"
-    path.write_text(json.dumps({"question": "q", "prompt": "p", "answer": 1}))
-    assert load_queries(str(path), None, "train", "question") == [{"prompt": "q", "answer": 1}]
+def test_the_prompt_takes_the_place_of_a_column_of_its_name(out: Path) -> None:
+    lines(out, [{"question": "q", "prompt": "p", "answer": 1}])
+    assert load_queries(str(out), None, "train", "question") == [{"prompt": "q", "answer": 1}]
 
 
-def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+def test_lines_end_where_json_lines_do(out: Path) -> None:
     """Lines do not end at a line separator or a form feed inside a string."""
     rows = [{"prompt": "a\u2028b"}, {"prompt": "c\x85d"}]
-    path = tmp_path / "queries.jsonl"
-    path.write_text(
-        "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8", newline=""
-    )
-    assert load_queries(str(path), None, "train", "prompt") == rows
+    out.write_bytes("\r\n".join([*(json.dumps(row, ensure_ascii=False) for row in rows), ""]).encode())
+    assert load_queries(str(out), None, "train", "prompt") == rows
 
 
-def test_a_file_is_repaired_wherever_it_breaks_off(tmp_path: Path) -> None:
-    path = tmp_path / "profile.jsonl"
-    assert write(path) == set()
-    whole = path.read_bytes()
+def test_a_file_is_repaired_wherever_it_breaks_off(out: Path) -> None:
+    assert write(out) == set()
+    whole = out.read_bytes()
     for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        assert len(write(path)) == max(whole[:length].count(b"\n") - 1, 0)
-        assert path.read_bytes() == whole
+        out.write_bytes(whole[:length])
+        assert len(write(out)) == max(whole[:length].count(b"\n") - 1, 0)
+        assert out.read_bytes() == whole
 
 
-def test_each_line_is_there_at_once(tmp_path: Path) -> None:
-    with ProfileFile(tmp_path / "profile.jsonl", SETTINGS) as file:
-        for number, record in enumerate(RECORDS, 2):
-            file.write(record)
-            assert (tmp_path / "profile.jsonl").read_text().count("\n") == number
-
-
-def test_an_unfinished_profile_is_not_loaded(tmp_path: Path) -> None:
-    write(tmp_path / "profile.jsonl", RECORDS[:2])
+def test_an_unfinished_profile_is_not_loaded(out: Path) -> None:
+    write(out, RECORDS[:2])
     with pytest.raises(ValueError, match="has 2 of 3 queries"):
-        load_profile(tmp_path / "profile.jsonl")
+        load_profile(out)
 
 
-def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:
-    write(tmp_path / "profile.jsonl", RECORDS[::-1])
-    successes, samples = load_profile(str(tmp_path / "profile.jsonl"))
+def test_the_order_of_lines_does_not_matter(out: Path) -> None:
+    write(out, RECORDS[::-1])
+    successes, samples = load_profile(str(out))
     assert (successes.tolist(), samples.tolist()) == ([1, 0, 7], [8, 0, 8])
     assert successes.dtype == samples.dtype == torch.int64
+
+
+HEAD = '{"settings": {"queries": 3}}\n'
+REST = ', "successes": 1, "samples": 8, "mean_reward": 1}\n'
 
 
 @pytest.mark.parametrize(
@@ -381,26 +350,18 @@ def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:
         ("a letter to a friend", "is no profile"),
         ("a letter\nto a friend\n", "is no profile: its first line has no settings"),
         ('{"settings": {"samples": 8}}\n', "is no profile"),
-        ('{"settings": {"queries": 3}}\nmore\n', "is damaged: line 2"),
-        ('{"settings": {"queries": 3}}\n{"index": 0}\n', "is damaged: line 2"),
-        (
-            '{"settings": {"queries": 3}}\n' + 2 * '{"index": 0, "successes": 1, "samples": 8, "mean_reward": 1}\n',
-            "is damaged: line 3 has query 0",
-        ),
-        (
-            '{"settings": {"queries": 3}}\n{"index": 3, "successes": 1, "samples": 8, "mean_reward": 1}\n',
-            "is damaged: line 2 has query 3",
-        ),
+        (HEAD + "more\n", "is damaged: line 2"),
+        (HEAD + '{"index": 0}\n', "is damaged: line 2"),
+        (HEAD + 2 * ('{"index": 0' + REST), "is damaged: line 3 has query 0"),
+        (HEAD + '{"index": 3' + REST, "is damaged: line 2 has query 3"),
     ],
 )
-def test_what_is_no_profile_is_left_alone(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "profile.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        ProfileFile(path, {"queries": 3})
-    assert path.read_text() == content
-    with pytest.raises(ValueError, match=message):
-        load_profile(path)
+def test_what_is_no_profile_is_left_alone(out: Path, content: str, message: str) -> None:
+    out.write_text(content)
+    for load in (load_profile, lambda path: ProfileFile(path, {"queries": 3})):
+        with pytest.raises(ValueError, match=message):
+            load(out)
+        assert out.read_text() == content
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -451,25 +412,21 @@ def test_a_completion_does_not_depend_on_its_neighbours(model_folder: Path) -> N
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
-def test_rewards_are_asked_for_as_trl_does(tmp_path: Path) -> None:
+def test_rewards_are_asked_for_as_trl_does() -> None:
     seen: dict[str, Any] = {}
 
-    def reward(prompts: Any, completions: Any, answer: Any, **others: Any) -> list[Any]:
-        seen.update(prompts=prompts, completions=completions, answer=answer, **others)
-        others["log_metric"]("length", 3.0)
-        others["log_extra"]("answer", answer)
+    def reward(**arguments: Any) -> list[Any]:
+        seen.update(arguments)
+        arguments["log_metric"]("length", 3.0)
+        arguments["log_extra"]("answer", arguments["answer"])
         return [True, None, torch.tensor(0.5)]
 
     row = {"prompt": "p", "answer": 7, "completion": "not handed on"}
-    assert score(reward, row, ["a", "b", "c"], [[1], [2], [3]]) == [1.0, pytest.approx(math.nan, nan_ok=True), 0.5]
-    assert seen["prompts"] == ["p"] * 3
-    assert seen["completions"] == ["a", "b", "c"]
-    assert seen["completion_ids"] == [[1], [2], [3]]
-    assert seen["answer"] == [7] * 3
-    assert seen["trainer_state"].global_step == 0
-    assert set(seen) == {
-        "prompts", "completions", "completion_ids", "answer", "trainer_state", "log_extra", "log_metric"
-    }  # fmt: skip
+    of_each = {"completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]]}
+    assert score(reward, row, *of_each.values()) == [1.0, pytest.approx(math.nan, nan_ok=True), 0.5]
+    assert seen.pop("trainer_state").global_step == 0
+    del seen["log_extra"], seen["log_metric"]
+    assert seen == {"prompts": ["p"] * 3, **of_each, "answer": [7] * 3}
 
 
 def test_a_reward_for_each_completion() -> None:

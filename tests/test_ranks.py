@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,23 +37,14 @@ def test_collectives(size: int) -> None:
 TEXTS = ["", "a", "Maß: 30 €, \N{SNOWMAN}", "long " * 1000]
 
 
-def texts(ranks: Ranks, shift: int) -> list[str]:
-    return ranks.gather_text(TEXTS[(ranks.rank + shift) % len(TEXTS)])
+def texts(ranks: Ranks, given: list[str]) -> list[str]:
+    return ranks.gather_text(given[ranks.rank])
 
 
 @sizes
 def test_texts_of_all_ranks(size: int) -> None:
-    for shift in range(len(TEXTS)):
-        expected = [TEXTS[(rank + shift) % len(TEXTS)] for rank in range(size)]
-        assert world(size).run(texts, shift) == [expected] * size
-
-
-def nothing(ranks: Ranks) -> list[str]:
-    return ranks.gather_text("")
-
-
-def test_empty_texts() -> None:
-    assert world(2).run(nothing) == [["", ""]] * 2
+    for given in ([""] * size, *((TEXTS[shift:] + TEXTS)[:size] for shift in range(len(TEXTS)))):
+        assert world(size).run(texts, given) == [given] * size
 
 
 def of_a_mesh(ranks: Ranks) -> tuple[int, int, str]:
@@ -98,47 +91,23 @@ def agreeing(ranks: Ranks, given: list[dict], calls: list[str], refuse: list[str
     agree(ranks, calls[ranks.rank], check, lambda _: given[ranks.rank])
 
 
+def agreed(given: list[dict], *, call: str = "topk_mask", refused: str | None = None, check: bool = True) -> list[Any]:
+    """What each rank raises, or None; the last one makes this call, and refuses an argument with this message."""
+    size = len(given)
+    told = ["topk_mask"] * (size - 1) + [call], [None] * (size - 1) + [refused]
+    return world(size).outcomes(agreeing, given, *told, **({"D3S_KERNELS_CHECK": "1"} if check else {}))
+
+
 @sizes
 def test_what_one_rank_refuses_all_refuse_in_the_same_words(size: int) -> None:
-    refuse = [None] * (size - 1) + ["ratio: got 2.0; takes a number in (0, 1]"]
-    same = [{}] * size, ["topk_mask"] * size
-    found = world(size).outcomes(agreeing, *same, refuse, D3S_KERNELS_CHECK="1")
-    said = f"ratio: got 2.0; takes a number in (0, 1] (on rank {size - 1} of {size})"
+    refused = "ratio: got 2.0; takes a number in (0, 1]"
+    said = f"{refused} (on rank {size - 1} of {size})"
+    found = agreed([{}] * size, refused=refused)
     assert [(type(error), str(error)) for error in found] == [(ValueError, said)] * size
     # Without D3S_KERNELS_CHECK only the rank that refuses raises.
-    found = world(size).outcomes(agreeing, *same, refuse)
-    assert found[:-1] == [None] * (size - 1)
-    assert str(found[-1]) == refuse[-1]
-
-
-@sizes
-@pytest.mark.parametrize(
-    ("first", "last", "said"),
-    [
-        ({"ratio": 0.1}, {"ratio": 0.2}, "ratio: got 0.1 on rank 0 and 0.2 on rank "),
-        ({"k": torch.tensor(3)}, {"k": torch.tensor(4)}, "k: got 3 on rank 0 and 4 on rank "),
-        ({"offsets": torch.arange(90)}, {"offsets": torch.arange(91)}, "offsets: got [0, 1, 2"),
-    ],
-)
-def test_what_differs_between_ranks_is_refused_by_all(size: int, first: dict, last: dict, said: str) -> None:
-    given = [first] * (size - 1) + [last]
-    same = given, ["topk_mask"] * size, [None] * size
-    found = world(size).outcomes(agreeing, *same, D3S_KERNELS_CHECK="1")
-    assert len({str(error) for error in found}) == 1
-    assert isinstance(found[0], ValueError)
-    assert str(found[0]).startswith(said)
-    assert str(found[0]).endswith("takes the same on all ranks of the process group")
-    assert world(size).run(agreeing, *same) == [None] * size
-
-
-def test_different_calls_are_refused_by_all() -> None:
-    found = world(2).outcomes(
-        agreeing, [{"k": 1}, {"ratio": 0.5}], ["topk_mask", "group_advantages"], [None] * 2, D3S_KERNELS_CHECK="1"
-    )
-    assert {str(error) for error in found} == {
-        "call: got 'topk_mask' on rank 0 and 'group_advantages' on rank 1; takes the same on all ranks of the process "
-        "group"
-    }
+    *others, last = agreed([{}] * size, refused=refused, check=False)
+    assert others == [None] * (size - 1)
+    assert str(last) == refused
 
 
 ODD = {
@@ -150,16 +119,34 @@ ODD = {
     "a tensor": torch.tensor([-0.0, math.inf]),
     "nothing": None,
 }
+ODDER = ODD | {"a type": torch.float16}
 
 
 def test_what_is_alike_in_any_form_is_taken() -> None:
-    assert world(2).run(agreeing, [ODD] * 2, ["topk_mask"] * 2, [None] * 2, D3S_KERNELS_CHECK="1") == [None] * 2
-    other = ODD | {"a type": torch.float16}
-    found = world(2).outcomes(agreeing, [ODD, other], ["topk_mask"] * 2, [None] * 2, D3S_KERNELS_CHECK="1")
-    assert {str(error) for error in found} == {
-        "a type: got 'torch.bfloat16' on rank 0 and 'torch.float16' on rank 1; takes the same on all ranks of the "
-        "process group"
-    }
+    assert agreed([ODD] * 2) == [None] * 2
+
+
+# What is given on the first ranks, and on the last one; the call of the last one; what is said.
+DIFFERENT: dict[str, tuple[dict, dict, str, str]] = {
+    "ratio": ({"ratio": 0.1}, {"ratio": 0.2}, "topk_mask", "ratio: got 0.1 on rank 0 and 0.2 on rank "),
+    "k": ({"k": torch.tensor(3)}, {"k": torch.tensor(4)}, "topk_mask", "k: got 3 on rank 0 and 4 on rank "),
+    "offsets": ({"offsets": torch.arange(90)}, {"offsets": torch.arange(91)}, "topk_mask", "offsets: got [0, 1, 2"),
+    "call": ({"k": 1}, {"ratio": 0.5}, "compact", "call: got 'topk_mask' on rank 0 and 'compact' on rank "),
+    "type": (ODD, ODDER, "topk_mask", "a type: got 'torch.bfloat16' on rank 0 and 'torch.float16' on rank "),
+}
+
+
+@sizes
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_differs_between_ranks_is_refused_by_all(size: int, case: str) -> None:
+    first, last, call, said = DIFFERENT[case]
+    given = [first] * (size - 1) + [last]
+    found = agreed(given, call=call)
+    assert len({str(error) for error in found}) == 1
+    assert isinstance(found[0], ValueError)
+    assert str(found[0]).startswith(said)
+    assert str(found[0]).endswith("takes the same on all ranks of the process group")
+    assert agreed(given, call=call, check=False) == [None] * size
 
 
 def without_pickle(ranks: Ranks, given: list[dict], refuse: list[str | None]) -> str | None:
@@ -168,14 +155,12 @@ def without_pickle(ranks: Ranks, given: list[dict], refuse: list[str | None]) ->
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("a pickle")
 
-    before = dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler, pickle.loads, pickle.dumps
-    dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = pickle.loads = pickle.dumps = refused
-    try:
-        agreeing(ranks, given, ["topk_mask"] * ranks.size, refuse)
-    except ValueError as error:
-        return str(error)
-    finally:
-        dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler, pickle.loads, pickle.dumps = before
+    of_torch = patch.multiple(dist.distributed_c10d, _pickler=refused, _unpickler=refused)
+    with of_torch, patch.multiple(pickle, loads=refused, dumps=refused):
+        try:
+            agreeing(ranks, given, ["topk_mask"] * ranks.size, refuse)
+        except ValueError as error:
+            return str(error)
     return None
 
 

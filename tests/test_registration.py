@@ -20,7 +20,6 @@ from d3s_kernels._head.problem import WHOLE, problem_of
 from d3s_kernels.compare import called
 
 OPS = torch.ops.d3s_kernels
-# ---- opcheck ---------------------------------------------------------------------------------------------------------
 
 
 def has_nan(call: Callable, arguments: dict[str, Any]) -> bool:
@@ -66,8 +65,7 @@ def test_every_op_has_a_gradient_or_says_that_it_has_none() -> None:
 
 def chosen_by_rules(values: Tensor, keep: int | Tensor, ratio: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     """Every rule that neither waits for the device nor draws, on rows and on ragged groups."""
-    length = values.shape[-1]
-    offsets = torch.arange(0, values.numel() + 1, length)
+    offsets = torch.arange(0, values.numel() + 1, values.shape[-1])
     results = [
         d3s.select_rollouts(values, keep, rule=rule, scope=scope, mask=mask)
         for rule in ("max_variance", "highest", "largest_abs", "percentile")
@@ -104,36 +102,32 @@ def test_random_choices_compile_whole() -> None:
 SCORES, MASK, LOGITS, LABELS = torch.randn(6, 40), torch.rand(6, 40) < 0.5, random_logits(6, 30), torch.arange(6)
 HIDDEN, WEIGHT = whole_number_product(6, vocabulary=30)
 
-# Numbers that a schedule changes between steps: the function, and its number at step i = 0..19.
-CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
+# What a schedule changes between steps, as a number and as a tensor: the function, and its number at step i = 0..19.
+NUMBERS: dict[str, tuple[Callable, Callable[[int], float]]] = {
     "k": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: 2 + i),
-    "k as a tensor": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: torch.tensor(1 + i)),
     "ratio": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: 0.07 + 0.04 * i),
-    "ratio as a tensor": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: torch.tensor(0.05 + 0.04 * i)),
-    "ratio of tokens": (
-        lambda ratio: d3s.select_tokens(SCORES.abs(), SCORES[:, 0], ratio),
-        lambda i: torch.tensor(0.05 + 0.04 * i, dtype=torch.float64),
-    ),
     "keep": (lambda keep: d3s.max_variance_select(SCORES, keep), lambda i: 2 + i),
-    "keep as a tensor": (lambda keep: d3s.max_variance_select(SCORES, keep), lambda i: torch.tensor(1 + i)),
-    "keep of rollouts": (lambda keep: d3s.select_rollouts(SCORES, keep), lambda i: 2 + i),
     **{
-        f"keep of the rule {rule}{as_tensor}": (
-            partial(d3s.select_rollouts, SCORES, rule=rule),
-            (lambda i: torch.tensor(1 + i)) if as_tensor else lambda i: 2 + i,
-        )
+        f"keep of the rule {rule}": (partial(d3s.select_rollouts, SCORES, rule=rule), lambda i: 2 + i)
         for rule in ("highest", "percentile")
-        for as_tensor in ("", ", a tensor")
     },
-    "capacity": (lambda capacity: d3s.compact(MASK, capacity), lambda i: 2 + 5 * i),
     "temperature": (
         lambda temperature: d3s.logprob_entropy(LOGITS, LABELS, temperature=temperature),
         lambda i: 0.5 + 0.1 * i,
     ),
-    "temperature as a tensor": (
-        lambda temperature: d3s.logprob_entropy(LOGITS, LABELS, temperature=temperature),
-        lambda i: torch.tensor(0.5 + 0.1 * i),
+}
+CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
+    **NUMBERS,
+    **{
+        f"{name} as a tensor": (function, lambda i, number=number: torch.tensor(number(i)))
+        for name, (function, number) in NUMBERS.items()
+    },
+    "ratio of tokens": (
+        lambda ratio: d3s.select_tokens(SCORES.abs(), SCORES[:, 0], ratio),
+        lambda i: torch.tensor(0.05 + 0.04 * i, dtype=torch.float64),
     ),
+    "keep of rollouts": (lambda keep: d3s.select_rollouts(SCORES, keep), lambda i: 2 + i),
+    "capacity": (lambda capacity: d3s.compact(MASK, capacity), lambda i: 2 + 5 * i),
     "temperature of a selection": (
         lambda temperature: d3s.select_tokens_from_logits(LOGITS, LABELS.float(), 0.5, temperature=temperature),
         lambda i: torch.tensor(0.5 + 0.1 * i),
@@ -150,10 +144,8 @@ def test_a_changing_number_compiles_once(name: str) -> None:
     function, number = CHANGING[name]
     compiled = compiled_once(function)
     for i in range(rounds(20)):
-        actual, expected = compiled(number(i)), function(number(i))
-        if isinstance(actual, Tensor):
-            actual, expected = (actual,), (expected,)
-        for one, other in zip(actual, expected, strict=True):
+        results = compiled(number(i)), function(number(i))
+        for one, other in zip(*((of,) if isinstance(of, Tensor) else of for of in results), strict=True):
             assert_identical(one, other)
 
 

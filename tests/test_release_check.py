@@ -65,6 +65,13 @@ def commit(root: Path) -> None:
     git(root, "commit", "-qm", "All")
 
 
+def problems_with(root: Path, name: str, text: str) -> list[str]:
+    """What keeps the repository from being released when a file has this text."""
+    (root / name).write_text(text)
+    commit(root)
+    return problems(root, None)
+
+
 def test_what_can_be_released(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(root, "v1.2.3") == []
     assert main([], root) == 0
@@ -74,10 +81,7 @@ def test_what_can_be_released(root: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        (
-            "https://example.invalid/d3s_kernels",
-            "address: https://example.invalid/d3s_kernels in pyproject.toml is a pl",
-        ),
+        ("https://example.invalid/d3s", "address: https://example.invalid/d3s in pyproject.toml is a placeholder"),
         ("https://EXAMPLE.com/d3s", "address: https://EXAMPLE.com/d3s in pyproject.toml is a placeholder"),
         ("https://code.example/d3s", "address: https://code.example/d3s in pyproject.toml is a placeholder"),
         ("", "address: pyproject.toml has '' as Repository in [project.urls]; takes the project's address"),
@@ -86,26 +90,15 @@ def test_what_can_be_released(root: Path, capsys: pytest.CaptureFixture[str]) ->
 )
 @pytest.mark.parametrize("of", ["code", "site"])
 def test_a_placeholder_address_is_refused(root: Path, address: str, said: str, of: str) -> None:
-    (root / "pyproject.toml").write_text(FILES["pyproject.toml"].replace(f"https://{of}.test-host.org/d3s", address))
-    said = said.replace("Repository", "Documentation") if of == "site" else said
-    commit(root)
-    (problem,) = problems(root, None)
-    assert problem.startswith(said)
-
-
-def test_no_address_is_refused(root: Path) -> None:
-    (root / "pyproject.toml").write_text('[project]\nname = "d3s_kernels"\n')
-    commit(root)
-    assert [problem.partition(":")[0] for problem in problems(root, None)] == ["address", "address"]
+    text = FILES["pyproject.toml"].replace(f"https://{of}.test-host.org/d3s", address)
+    (problem,) = problems_with(root, "pyproject.toml", text)
+    assert problem.startswith(said.replace("Repository", "Documentation") if of == "site" else said)
 
 
 @pytest.mark.parametrize("notes", ["# Release notes\n\n## 1.2.30\n\nNew.\n", "## 1.2.3\n\n## 1.2.2\n\nOlder.\n"])
 def test_a_version_without_notes_is_refused(root: Path, notes: str) -> None:
-    (root / NOTES).write_text(notes)
-    commit(root)
-    assert problems(root, None) == [
-        f"notes: {NOTES} has nothing below a heading '## 1.2.3', which is the version in CMakeLists.txt"
-    ]
+    said = f"notes: {NOTES} has nothing below a heading '## 1.2.3', which is the version in CMakeLists.txt"
+    assert problems_with(root, NOTES, notes) == [said]
 
 
 def test_a_tag_of_another_version_is_refused(root: Path) -> None:
@@ -150,10 +143,7 @@ def test_all_is_said_at_once(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_page_that_denies_the_release_is_refused(root: Path) -> None:
-    with (root / "README.md").open("a") as page:
-        page.write("**No release is published yet.**\n")
-    commit(root)
-    (problem,) = problems(root, None)
+    (problem,) = problems_with(root, "README.md", FILES["README.md"] + "**No release is published yet.**\n")
     assert problem.startswith("pages: README.md says 'No release is published yet'; a release needs the page without")
 
 
@@ -161,9 +151,8 @@ def test_links_of_the_notes_lead_to_the_release(root: Path) -> None:
     notes = at_address(notes_of(root, "1.2.3"), NOTES, "https://a.b", "v1.2.3")
     assert notes == "New: [a page](https://a.b/blob/v1.2.3/docs/page.md)."
     kept = "[x](https://c.d), [y](#here), [z](../one/README.md), ![p](x.png)\n\n```\na[b](c)\n```\n"
-    assert at_address(kept, NOTES, "https://a.b", "main") == kept.replace(
-        "../one", "https://a.b/blob/main/one"
-    ).replace("x.png", "https://a.b/raw/main/docs/x.png")
+    led = kept.replace("../one", "https://a.b/blob/main/one").replace("x.png", "https://a.b/raw/main/docs/x.png")
+    assert at_address(kept, NOTES, "https://a.b", "main") == led
 
 
 # ---- of this repository ----------------------------------------------------------------------------------------------
@@ -209,8 +198,8 @@ def test_the_notes_name_metrics_that_are_there() -> None:
 
 
 def test_the_notes_name_ops_that_are_there() -> None:
-    ops = [(old, new) for old, new, last in rows("Ops, and what is called by make") if last == "op"]
+    ops = [(*old, *new) for old, new, last in rows("Ops, and what is called by make") if last == "op"]
     assert len(ops) == 4
-    for (old,), (new,) in ops:
+    for old, new in ops:
         assert hasattr(torch.ops.d3s_kernels, new)
         assert not hasattr(torch.ops.d3s_kernels, old)

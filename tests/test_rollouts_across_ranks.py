@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -85,12 +85,8 @@ def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -
             offsets, placement = edges.to(dtype), "global"
         elif form == "own offsets":
             offsets = edges.to(dtype)
-            parts = edges[1:].split(pieces_of(groups, ranks, generator))
-            begins = [0]
-            own_offsets = []
-            for part in parts:
-                own_offsets.append((pad(part - begins[-1], (1, 0))).to(dtype))
-                begins.append(begins[-1] + int(own_offsets[-1][-1]))
+            counts = pieces_of(groups, ranks, generator)
+            own_offsets = [pad(part.cumsum(0), (1, 0)).to(dtype) for part in edges.diff().split(counts)]
             pieces = [int(own[-1]) for own in own_offsets]
     values = random_values(shape, special, generator).to(choose(DTYPES, generator))
     mask = torch.rand(shape, generator=generator) < 0.8 if choose((True, False), generator) else None
@@ -112,16 +108,16 @@ def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def rounds_of(rounds: int) -> Iterator[int]:
+def rounds_of(count: int) -> Iterator[int]:
     """In every other round host values count as unknown, as on a GPU."""
-    for number in range(rounds):
+    for number in range(count):
         with mock.patch.object(rollouts, "_is_at_hand", lambda _, odd=number % 2: not odd):
             yield number
 
 
-def any_advantages(ranks: Ranks, seed: int, rounds: int) -> None:
+def any_advantages(ranks: Ranks, seed: int) -> None:
     generator = random_generator(seed)
-    for _ in rounds_of(rounds):
+    for _ in rounds_of(rounds(200)):
         batch = random_batch(ranks.size, generator, special=False)
         if choose((False, False, True), generator):
             batch = batch._replace(values=batch.values.double() + choose((0.0, 1e9), generator))
@@ -133,14 +129,9 @@ def any_advantages(ranks: Ranks, seed: int, rounds: int) -> None:
         assert_same_bits(found, batch.own(expected, ranks.rank).contiguous())
 
 
-@sizes
-def test_advantages(size: int) -> None:
-    world(size).run(any_advantages, int(torch.randint(2**31, ())), rounds(200))
-
-
-def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
+def any_selection(ranks: Ranks, seed: int) -> None:
     generator = random_generator(seed)
-    for _ in rounds_of(rounds):
+    for _ in rounds_of(rounds(150)):
         batch = random_batch(ranks.size, generator)
         keep, given_keep = random_keep(generator)
         across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
@@ -157,11 +148,6 @@ def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
         assert_same_bits(found, batch.own(expected, ranks.rank))
 
 
-@sizes
-def test_selections(size: int) -> None:
-    world(size).run(any_selection, int(torch.randint(2**31, ())), rounds(150))
-
-
 def even_batches(ranks: Ranks, seed: int) -> None:
     """Every rank has the same number of rollouts, which is also the bound, so no rearranging is needed."""
     generator = random_generator(seed)
@@ -175,16 +161,10 @@ def even_batches(ranks: Ranks, seed: int) -> None:
         assert_same_bits(group_advantages(own, scale="batch", **across), advantages[mine].contiguous())
 
 
-@sizes
-def test_even_batches(size: int) -> None:
-    world(size).run(even_batches, int(torch.randint(2**31, ())))
-
-
-def random_rule(ranks: Ranks, seed: int, rounds: int) -> tuple[list[list[int]], list[int]]:
-    """For each round, the number kept on each rank, and the number that one process would keep in all."""
+def random_rule(ranks: Ranks, seed: int) -> None:
+    """All ranks together keep as many as one process would."""
     generator, draws = random_generator(seed), random_generator(seed + ranks.rank)
-    counts, expected = [], []
-    for _ in range(rounds):
+    for _ in range(rounds(80)):
         batch = random_batch(ranks.size, generator)
         keep, given_keep = random_keep(generator)
         options = {"rule": "random", "scope": choose(SCOPES, generator)}
@@ -193,17 +173,14 @@ def random_rule(ranks: Ranks, seed: int, rounds: int) -> tuple[list[list[int]], 
         found = select_rollouts(own, given_keep, generator=draws, **options, **across)
         usable = own.isfinite() if batch.mask is None else own.isfinite() & batch.own(batch.mask, ranks.rank)
         assert not (found & ~usable).any()
-        counts.append(ranks.gather_number(int(found.sum()), found).tolist())
-        expected.append(
-            int(select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options).sum())
-        )
-    return counts, expected
+        expected = select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options)
+        assert ranks.gather_number(int(found.sum()), found).sum() == expected.sum()
 
 
 @sizes
-def test_random_rule_keeps_as_many(size: int) -> None:
-    for counts, expected in world(size).run(random_rule, int(torch.randint(2**31, ())), rounds(80)):
-        assert [sum(each) for each in counts] == expected
+@pytest.mark.parametrize("task", [any_advantages, any_selection, even_batches, random_rule])
+def test_each_rank_has_its_part_of_the_whole(task: Callable[[Ranks, int], None], size: int) -> None:
+    world(size).run(task, int(torch.randint(2**31, ())))
 
 
 def random_shares(ranks: Ranks, seed: int) -> Tensor:
@@ -332,87 +309,93 @@ def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
 
 FLAT, ROWS = torch.zeros(6), torch.zeros(2, 3)
 GLOBAL = {"placement": "global", "offsets": torch.tensor([0, 5, 12])}  # for two ranks with 6 values each
-REFUSED = [  # function, arguments, message
-    ("max_variance_select", {"values": FLAT, "keep": 0}, "keep: got 0; takes at least 1"),
-    ("max_variance_select", {"values": FLAT, "keep": torch.tensor(0)}, "keep: got 0; takes at least 1"),
-    ("max_variance_select", {"values": FLAT, "keep": 1.5}, "keep: got 1.5; takes a whole number"),
-    ("max_variance_select", {"values": FLAT.long(), "keep": 1}, "values: "),
-    ("max_variance_select", {"values": [1.0], "keep": 1}, "values: got list; takes a tensor"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(6)}, "mask: "),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(5).bool()}, "mask: "),
-    (
-        "max_variance_select",
-        {"values": FLAT, "keep": 1, "placement": "pieces"},
-        "placement: got 'pieces'; takes 'whole'",
-    ),
-    ("max_variance_select", {"values": ROWS, "keep": 1, "placement": "global"}, "offsets: got None with placement="),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 5}, "max_rollouts: got 5 with 6 values"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 0}, "max_rollouts: got 0; takes at least 1"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 6.5}, "max_rollouts: got 6.5; takes a whole"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "offsets": torch.tensor([0, 5])}, "offsets: ends at 5; must"),
-    ("max_variance_select", {"values": ROWS, "keep": 1, **GLOBAL}, "values: got shape [2, 3] with offsets"),
-    (
-        "max_variance_select",
-        {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.ones(2)},
-        "offsets: got shape [2] of",
-    ),
-    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(1, 5)}, "offsets: starts at"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.tensor([0, 9, 3])}, "offsets: decr"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(0)}, "offsets: got shape"),
-    ("group_advantages", {"rewards": FLAT.cfloat()}, "rewards: got dtype torch.complex64; takes bool"),
-    ("group_advantages", {"rewards": FLAT, "scale": "sum"}, "scale: got 'sum'"),
-    ("group_advantages", {"rewards": FLAT, "eps": -1.0}, "eps: got -1; takes"),
-    ("group_advantages", {"rewards": FLAT, "ddof": 0.5}, "ddof: got 0.5; takes"),
-    ("group_advantages", {"rewards": FLAT, **GLOBAL, "offsets": torch.tensor([[0, 12]])}, "offsets: got shape"),
-    ("select_rollouts", {"advantages": FLAT, "keep": 0, "rule": "highest"}, "keep: got 0; takes at least 1"),
-    ("select_rollouts", {"advantages": FLAT, "keep": 1, "rule": "best"}, "rule: got 'best'"),
-    ("select_rollouts", {"advantages": FLAT, "keep": 1, "scope": "all"}, "scope: got 'all'"),
-    ("select_rollouts", {"advantages": ROWS, "keep": 1, "equal_rows": True, "rule": "random"}, "equal_rows: got True"),
-    ("select_rollouts", {"advantages": ROWS, "keep": 1, "process_group": "all"}, "process_group: got str; takes a"),
-]
 GOOD = {
     "max_variance_select": {"values": FLAT, "keep": 1},
     "group_advantages": {"rewards": FLAT},
     "select_rollouts": {"advantages": FLAT, "keep": 1},
 }
+REFUSED = {  # what is bad, message
+    "max_variance_select": [
+        ({"keep": 0}, "keep: got 0; takes at least 1"),
+        ({"keep": torch.tensor(0)}, "keep: got 0; takes at least 1"),
+        ({"keep": 1.5}, "keep: got 1.5; takes a whole number"),
+        ({"values": FLAT.long()}, "values: "),
+        ({"values": [1.0]}, "values: got list; takes a tensor"),
+        ({"mask": torch.ones(6)}, "mask: "),
+        ({"mask": torch.ones(5).bool()}, "mask: "),
+        ({"placement": "pieces"}, "placement: got 'pieces'; takes 'whole'"),
+        ({"values": ROWS, "placement": "global"}, "offsets: got None with placement="),
+        ({"max_rollouts": 5}, "max_rollouts: got 5 with 6 values"),
+        ({"max_rollouts": 0}, "max_rollouts: got 0; takes at least 1"),
+        ({"max_rollouts": 6.5}, "max_rollouts: got 6.5; takes a whole"),
+        ({"offsets": torch.tensor([0, 5])}, "offsets: ends at 5; must"),
+        ({"values": ROWS, **GLOBAL}, "values: got shape [2, 3] with offsets"),
+        ({**GLOBAL, "offsets": torch.ones(2)}, "offsets: got shape [2] of"),
+        ({**GLOBAL, "offsets": torch.arange(1, 5)}, "offsets: starts at"),
+        ({**GLOBAL, "offsets": torch.tensor([0, 9, 3])}, "offsets: decr"),
+        ({**GLOBAL, "offsets": torch.arange(0)}, "offsets: got shape"),
+    ],
+    "group_advantages": [
+        ({"rewards": FLAT.cfloat()}, "rewards: got dtype torch.complex64; takes bool"),
+        ({"scale": "sum"}, "scale: got 'sum'"),
+        ({"eps": -1.0}, "eps: got -1; takes"),
+        ({"ddof": 0.5}, "ddof: got 0.5; takes"),
+        ({**GLOBAL, "offsets": torch.tensor([[0, 12]])}, "offsets: got shape"),
+    ],
+    "select_rollouts": [
+        ({"keep": 0, "rule": "highest"}, "keep: got 0; takes at least 1"),
+        ({"rule": "best"}, "rule: got 'best'"),
+        ({"scope": "all"}, "scope: got 'all'"),
+        ({"advantages": ROWS, "equal_rows": True, "rule": "random"}, "equal_rows: got True"),
+        ({"advantages": ROWS, "process_group": "all"}, "process_group: got str; takes a"),
+    ],
+}
+DIFFERENT = {  # what the second rank has, message
+    "max_variance_select": [
+        ({"keep": 2}, "keep: got 1 on rank 0 and 2 on rank 1"),
+        ({"keep": torch.tensor(2)}, "keep: got 1 on rank 0 and 2 on rank 1"),
+        ({"values": FLAT.half()}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
+        ({"values": ROWS}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
+        ({"max_rollouts": 8}, "max_rollouts: got None on rank 0 and 8 on rank 1"),
+        ({"offsets": torch.tensor([0, 6])}, "offsets: got False on rank 0 and True on rank 1"),
+        (GLOBAL, "offsets: got False on rank 0 and [0, 5, 12]"),
+    ],
+    "group_advantages": [
+        ({"scale": "batch"}, "scale: got 'group' on rank 0 and 'batch' on rank 1"),
+        ({"eps": 0.5}, "eps: got 0.0001 on rank 0 and 0.5 on rank 1"),
+        ({"ddof": 0}, "ddof: got 1 on rank 0 and 0 on rank 1"),
+    ],
+    "select_rollouts": [
+        ({"rule": "highest"}, "rule: got 'max_variance' on rank 0 and 'highest' on rank 1"),
+        ({"scope": "group"}, "scope: got 'batch' on rank 0 and 'group' on rank 1"),
+        ({"equal_rows": True}, "equal_rows: got False on rank 0 and True on rank 1"),
+    ],
+}
+
+
+def cases_of(cases: dict[str, list[tuple[dict[str, Any], str]]]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(function, *case) for function, some in cases.items() for case in some]
 
 
 def call(ranks: Ranks, function: str, arguments: list[dict[str, Any]]) -> Tensor:
     return getattr(d3s_kernels, function)(**{"process_group": ranks.group} | arguments[ranks.rank])
 
 
-@pytest.mark.parametrize(("function", "bad", "said"), REFUSED)
+@pytest.mark.parametrize(("function", "bad", "said"), cases_of(REFUSED))
 def test_bad_arguments(function: str, bad: dict[str, Any], said: str) -> None:
+    good, bad = GOOD[function], GOOD[function] | bad
     for found in world(2).outcomes(call, function, [bad, bad]):  # refused before anything is sent, so no rank waits
         assert isinstance(found, (TypeError, ValueError))
         assert str(found).startswith(said)
     if "process_group" in bad:
         return
-    found = world(2).outcomes(call, function, [GOOD[function], bad], D3S_KERNELS_CHECK="1")
+    found = world(2).outcomes(call, function, [good, bad], D3S_KERNELS_CHECK="1")
     assert str(found[0]) == str(found[1])
     assert str(found[0]).startswith(said)
     assert str(found[0]).endswith(" (on rank 1 of 2)")
 
 
-OFFSETS = torch.tensor([0, 5, 12])
-DIFFERENT = [
-    ("max_variance_select", {"keep": 2}, "keep: got 1 on rank 0 and 2 on rank 1"),
-    ("max_variance_select", {"keep": torch.tensor(2)}, "keep: got 1 on rank 0 and 2 on rank 1"),
-    ("max_variance_select", {"values": FLAT.half()}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
-    ("max_variance_select", {"values": ROWS}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
-    ("max_variance_select", {"max_rollouts": 8}, "max_rollouts: got None on rank 0 and 8 on rank 1"),
-    ("max_variance_select", {"offsets": torch.tensor([0, 6])}, "offsets: got False on rank 0 and True on rank 1"),
-    ("max_variance_select", {"offsets": OFFSETS, "placement": "global"}, "offsets: got False on rank 0 and [0, 5, 12]"),
-    ("group_advantages", {"scale": "batch"}, "scale: got 'group' on rank 0 and 'batch' on rank 1"),
-    ("group_advantages", {"eps": 0.5}, "eps: got 0.0001 on rank 0 and 0.5 on rank 1"),
-    ("group_advantages", {"ddof": 0}, "ddof: got 1 on rank 0 and 0 on rank 1"),
-    ("select_rollouts", {"rule": "highest"}, "rule: got 'max_variance' on rank 0 and 'highest' on rank 1"),
-    ("select_rollouts", {"scope": "group"}, "scope: got 'batch' on rank 0 and 'group' on rank 1"),
-    ("select_rollouts", {"equal_rows": True}, "equal_rows: got False on rank 0 and True on rank 1"),
-]
-
-
-@pytest.mark.parametrize(("function", "other", "said"), DIFFERENT)
+@pytest.mark.parametrize(("function", "other", "said"), cases_of(DIFFERENT))
 def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: str) -> None:
     good = GOOD[function]
     found = world(2).outcomes(call, function, [good, good | other], D3S_KERNELS_CHECK="1")
@@ -440,7 +423,7 @@ def test_rewards_of_different_dtypes(bound: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("bound", [{}, {"max_rollouts": 9}])
-@pytest.mark.parametrize("function", ["max_variance_select", "group_advantages", "select_rollouts"])
+@pytest.mark.parametrize("function", GOOD)
 def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: dict[str, int]) -> None:
     given = GOOD[function] | bound | {"placement": "global", "offsets": torch.tensor([0, 5, 11])}
     for environment in ({}, {"D3S_KERNELS_CHECK": "1"}):
@@ -471,9 +454,8 @@ def test_what_unchecked_offsets_leave_out() -> None:
 
 def test_the_same_arguments_pass_the_check() -> None:
     given = {"values": torch.arange(6.0), "keep": torch.tensor(2), **GLOBAL, "max_rollouts": 9}
-    first, second = world(2).run(call, "max_variance_select", [given, given], D3S_KERNELS_CHECK="1")
-    together = max_variance_select(torch.arange(6.0).repeat(2), 2, offsets=GLOBAL["offsets"])
-    assert torch.equal(torch.cat([first, second]), together)
+    found = world(2).run(call, "max_variance_select", [given, given], D3S_KERNELS_CHECK="1")
+    assert torch.cat(found).equal(max_variance_select(torch.arange(6.0).repeat(2), 2, offsets=GLOBAL["offsets"]))
 
 
 def at_random(ranks: Ranks, seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -486,7 +468,7 @@ def at_random(ranks: Ranks, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     return rollouts, tokens
 
 
-@pytest.mark.parametrize("size", SIZES)
+@sizes
 def test_ranks_that_are_seeded_alike_draw_by_themselves(size: int) -> None:
     of_ranks = world(size).run(at_random, int(torch.randint(2**31, ())))
     for drawn in zip(*of_ranks, strict=True):  # rollouts, then tokens

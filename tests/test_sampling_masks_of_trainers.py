@@ -77,6 +77,12 @@ def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], *inputs
 # ---- prime-rl --------------------------------------------------------------------------------------------------------
 
 
+def padded(spans: list[list[int]]) -> Tensor:
+    """``[1, N, K]``, filled up with -1."""
+    width = max(map(len, spans))
+    return torch.tensor([[[*span, *[-1] * (width - len(span))] for span in spans]], dtype=torch.int32)
+
+
 def packed_sequences() -> dict[str, Any]:
     """[1, N] tokens of three sequences, with prompts, a tool's output and padding. Sets lie at their own tokens."""
     trained = [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0]
@@ -84,17 +90,11 @@ def packed_sequences() -> dict[str, Any]:
     spans = [a_span(t) if on else [] for t, on in zip(tokens[0].tolist(), trained, strict=True)]
     counts = torch.tensor([len(span) for span in spans], dtype=torch.int32)
     ids = torch.tensor([token for span in spans for token in span], dtype=torch.int32)
-    padded = torch.full((1, len(spans), int(counts.max())), -1, dtype=torch.int32)
-    for row, span in zip(padded[0], spans, strict=True):
-        row[: len(span)] = torch.tensor(span)
+    packed = SimpleNamespace(ids=ids.numpy().tobytes(), counts=counts.numpy().tobytes())
     return {
-        "input_ids": tokens,
-        "loss_mask": torch.tensor([trained]).bool(),
-        "temperatures": torch.rand(1, len(trained)) + 0.5,
-        "sampling_mask": padded,
-        "packed": SimpleNamespace(ids=ids.numpy().tobytes(), counts=counts.numpy().tobytes()),
-        "spans": [*spans[1:], []],
-    }
+        "input_ids": tokens, "loss_mask": torch.tensor([trained]).bool(), "sampling_mask": padded(spans),
+        "temperatures": torch.rand(1, len(trained)) + 0.5, "packed": packed, "spans": [*spans[1:], []],
+    }  # fmt: skip
 
 
 def shift_left(values: Tensor, fill: int) -> Tensor:
@@ -127,10 +127,7 @@ def test_prime_rl_label_outside_its_set() -> None:
     hidden, weight = torch.randn(1, batch["input_ids"].shape[1], WIDTH), torch.randn(VOCABULARY, WIDTH)
     labels, spans = shift_left(batch["input_ids"], 0), batch["spans"]
     spans[3] = [token for token in range(5) if token != labels[0, 3]]
-    sets = torch.full((1, len(spans), max(map(len, spans))), -1, dtype=torch.int32)
-    for row, span in zip(sets[0], spans, strict=True):
-        row[: len(span)] = torch.tensor(span)
-    out = PRIME_RL["prime_rl_scores"](hidden, weight, labels, torch.ones(1, len(spans)), sets)
+    out = PRIME_RL["prime_rl_scores"](hidden, weight, labels, torch.ones(1, len(spans)), padded(spans))
     logprob, entropy = dense((hidden @ weight.T)[0], labels[0], [*spans[:3], [], *spans[4:]])
     close(out["logprobs"], logprob.unsqueeze(0))
     close(out["entropy"], entropy.unsqueeze(0))
@@ -228,7 +225,7 @@ def right_aligned() -> dict[str, Any]:
     tool's output, and ends with an EOS that SkyRL appended.
     """
     width, responses, prompts = 14, [8, 3, 6, 0], [4, 9, 2, 1]
-    actions, top_k = max(responses), 6
+    actions = max(responses)
     sequences = torch.randint(VOCABULARY, (4, width))
     spans = [[a_span(t) for t in row[width - n :].tolist()] for row, n in zip(sequences, responses, strict=True)]
     spans[0][3] = spans[0][4] = spans[0][7] = OBSERVED
@@ -236,7 +233,7 @@ def right_aligned() -> dict[str, Any]:
     for row, n in zip(loss_mask, responses, strict=True):
         row[actions - n :] = 1
     loss_mask[0, 3:5] = 0
-    rows = [[*span, *[-1] * (top_k - len(span))] for of_row in spans for span in of_row]
+    values = padded([span for of_row in spans for span in of_row])[0]
     lengths = torch.tensor([p + n for p, n in zip(prompts, responses, strict=True)])
     boundaries = torch.tensor([0, *responses], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     by_place = [[*[[]] * (width - n - 1), *of_row, []] for of_row, n in zip(spans, responses, strict=True)]
@@ -244,7 +241,7 @@ def right_aligned() -> dict[str, Any]:
         "sequences": sequences,
         "attention_mask": torch.arange(width) >= (width - lengths).unsqueeze(1),
         "loss_mask": loss_mask,
-        "support": SimpleNamespace(values=torch.tensor(rows, dtype=torch.int32), cu_seqlens=boundaries),
+        "support": SimpleNamespace(values=values, cu_seqlens=boundaries),
         "spans": [span for of_row in by_place for span in of_row],
     }
 

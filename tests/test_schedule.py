@@ -28,25 +28,15 @@ def test_the_ends_are_exact(shape: str) -> None:
 
 
 @given(progresses)
-def test_linear(progress: float) -> None:
-    found = DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20))(progress)
-    assert found.rollouts == math.floor(8 + 24 * progress + 0.5)
-    assert found.token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
-
-
-@given(progresses)
-def test_cosine_is_linear_in_a_smooth_step(progress: float) -> None:
-    ends = Budget(8, 0.05), Budget(32, 0.20)
+def test_the_shapes(progress: float) -> None:
+    """Cosine is linear in a smooth step; exponential grows by equal factors."""
+    linear, cosine, exponential = (DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20), shape) for shape in SHAPES)
+    assert linear(progress).rollouts == math.floor(8 + 24 * progress + 0.5)
+    assert linear(progress).token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
     step = 0.5 * (1 - math.cos(math.pi * progress))
-    found = DownSamplingSchedule(*ends, "cosine")(progress).token_ratio
-    assert found == pytest.approx((1 - step) * 0.05 + step * 0.20)
-
-
-@given(progresses)
-def test_exponential_grows_by_equal_factors(progress: float) -> None:
-    found = DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20), "exponential")(progress)
-    assert found.token_ratio == pytest.approx(0.05 * 4**progress)
-    assert found.rollouts == math.floor(8 * 4**progress + 0.5)
+    assert cosine(progress).token_ratio == pytest.approx((1 - step) * 0.05 + step * 0.20)
+    assert exponential(progress).token_ratio == pytest.approx(0.05 * 4**progress)
+    assert exponential(progress).rollouts == math.floor(8 * 4**progress + 0.5)
 
 
 @given(st.sampled_from(SHAPES), st.integers(1, 64), st.integers(1, 64), progresses, progresses)
@@ -73,13 +63,13 @@ def test_progress_outside_training(shape: str, progress: float) -> None:
         DownSamplingSchedule(shape=shape)(progress)
 
 
-@pytest.mark.parametrize("name", ["start", "end"])
-@pytest.mark.parametrize("budget", [Budget(0, 0.1), Budget(8, 0.0), Budget(8, 1.5), Budget(8, math.nan)])
-def test_impossible_budgets(name: str, budget: Budget) -> None:
+BAD_BUDGETS = Budget(0, 0.1), Budget(8, 0.0), Budget(8, 1.5), Budget(8, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("start", bad) for bad in BAD_BUDGETS), *(("end", bad) for bad in BAD_BUDGETS), ("shape", "square")],
+)
+def test_bad_arguments(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        DownSamplingSchedule(**{name: budget})
-
-
-def test_unknown_shape() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        DownSamplingSchedule(shape="square")
+        DownSamplingSchedule(**{name: value})

@@ -141,24 +141,20 @@ def test_the_last_ones_go_to_the_groups_that_vary_most(sizes: list[int], keep: i
     for total in range(asked, sum(sizes) + 1):
         kept = choose_rollouts(torch.cat(groups), keep, scope="group", groups=labels, multiple_of=total)
         counts = [int(part.sum()) for part in kept.split(sizes)]
-        each = (
-            min(count for count, size in zip(counts, sizes, strict=True) if count < size) if total < sum(sizes) else 0
-        )
+        each = min((count for count, size in zip(counts, sizes, strict=True) if count < size), default=max(sizes))
         assert sum(counts) == total
         for group, count, part in zip(groups, counts, kept.split(sizes), strict=True):
             if count < len(group):
                 assert count in (each, each + 1)
             best = max(itertools.combinations(group.tolist(), count), key=variance) if count else ()
             assert math.isclose(variance(group[part].tolist()), variance(best), rel_tol=1e-5, abs_tol=1e-9)
-        if total < sum(sizes):
-            further = {
-                label: variance(max(itertools.combinations(group.tolist(), each + 1), key=variance))
-                for label, group in enumerate(groups)
-                if len(group) > each
-            }
-            have = [further[label] for label, count in enumerate(counts) if label in further and count > each]
-            lack = [further[label] for label, count in enumerate(counts) if label in further and count == each]
-            assert min(have, default=math.inf) >= max(lack, default=0.0) * (1 - 2e-5)
+        further = [  # of the groups that could have one more, whether they have it
+            (count > each, variance(max(itertools.combinations(group.tolist(), each + 1), key=variance)))
+            for group, count in zip(groups, counts, strict=True)
+            if len(group) > each
+        ]
+        lack = max((most for has, most in further if not has), default=0.0)
+        assert all(most >= lack * (1 - 2e-5) for has, most in further if has)
 
 
 def variance(values: Any) -> float:
@@ -341,9 +337,8 @@ def test_denominator(over: str, expected: int) -> None:
     tokens = selection.tokens(torch.rand(2, 4), torch.ones(2), 0.0, mask=mask)
     assert int(selection.denominator(tokens, mask)) == expected
     nothing = torch.zeros_like(mask)
-    assert (
-        int(selection.denominator(selection.tokens(torch.rand(2, 4), torch.ones(2), 0.0, mask=nothing), nothing)) == 1
-    )
+    tokens = selection.tokens(torch.rand(2, 4), torch.ones(2), 0.0, mask=nothing)
+    assert int(selection.denominator(tokens, nothing)) == 1
 
 
 # ---- across ranks ----------------------------------------------------------------------------------------------------

@@ -19,24 +19,16 @@ if d3s_kernels.build_info()["simd"] != level:
 sys.exit(pytest.main(["-m", "simd", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
-
 # Only files with such a test, because importing all others takes longer than these tests.
-FILES = [
-    str(path)
-    for path in sorted(Path(__file__).parent.glob("test_*.py"))
-    if path.name != Path(__file__).name and "mark.simd" in path.read_text(encoding="utf-8")
-]
+OTHERS = sorted({*Path(__file__).parent.glob("test_*.py")} - {Path(__file__)})
+FILES = [str(path) for path in OTHERS if "mark.simd" in path.read_text(encoding="utf-8")]
 
 
 # Every other test runs at this machine's best level.
 @pytest.mark.parametrize("level", [level for level in build_info()["simd_levels"] if level != build_info()["simd"]])
 def test_accuracy(level: str, record_property: Callable) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, level, *FILES],
-        env={**os.environ, "D3S_KERNELS_SIMD": level},
-        capture_output=True,
-        text=True,
-    )
+    command, environment = [sys.executable, "-c", SCRIPT, level, *FILES], {**os.environ, "D3S_KERNELS_SIMD": level}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode == 77:
         pytest.skip(f"this machine has no {level}")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -27,14 +27,9 @@ PHONE = 390
 CODE_HOST = "https://host.invalid/project"
 
 
-@pytest.fixture(scope="module")
-def entries() -> list[str]:
-    """The pages of all menus."""
-    menus = all_menus(all_places(), CODE_HOST)
-    return [target for of in menus.values() for menu in of for _, target in menu.entries if target != CODE_HOST]
-
-
-def test_every_page_is_in_the_navigation_once(entries: list[str]) -> None:
+def test_every_page_is_in_the_navigation_once() -> None:
+    menus = (menu for of in all_menus(all_places(), CODE_HOST).values() for menu in of)
+    entries = [target for menu in menus for _, target in menu.entries if target != CODE_HOST]
     docs = {f"/{page.stem}" for page in (ROOT / "docs").glob("*.md")} - {"/index"}
     assert not {*docs, "/pages", "/CONTRIBUTING"} - {*entries}
     assert len(entries) == len(set(entries))
@@ -62,9 +57,8 @@ def test_every_public_name_is_described(module: str) -> None:
     assert not [name for name in public_names(module) if f"{module}.{name}" not in described]
 
 
-@pytest.mark.parametrize(
-    ("file", "target", "link"),
-    [
+def test_links() -> None:
+    for file, target, link in (
         ("docs/index.md", "../README.md", "index.md"),
         ("docs/index.md", "../CONTRIBUTING.md", "CONTRIBUTING.md"),
         ("docs/trl.md", "verl.md#5-sampling-masks", "verl.md#5-sampling-masks"),
@@ -79,10 +73,8 @@ def test_every_public_name_is_described(module: str) -> None:
         ("benchmarks/NOTES.md", "../docs/lm-head.md", "../lm-head.md"),
         ("experiments/learning/README.md", "chains.py", f"{CODE_HOST}/blob/main/experiments/learning/chains.py"),
         ("README.md", "https://arxiv.org/abs/2509.22115", "https://arxiv.org/abs/2509.22115"),
-    ],
-)
-def test_links(file: str, target: str, link: str) -> None:
-    assert on_site(target, PurePosixPath(file), all_places(), CODE_HOST) == link
+    ):
+        assert on_site(target, PurePosixPath(file), all_places(), CODE_HOST) == link, target
 
 
 def test_a_link_to_nothing_is_an_error() -> None:
@@ -100,9 +92,8 @@ def test_sections_of_the_contents() -> None:
     assert list(sections(contents)) == [("Use", [[("A", "a.md")], [("B", "b.md"), ("C", "c.md")]])]
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
+def test_names_in_code() -> None:
+    for code, name in (
         ("d3s.select_tokens(entropy, None, ratio)", "select_tokens"),
         ("plan = d3s.plan_rollouts(successes, samples)", "plan_rollouts"),
         ("d3s_kernels.integrations.trl.D3SConfig.schedule", "D3SConfig.schedule"),
@@ -110,10 +101,8 @@ def test_sections_of_the_contents() -> None:
         ("topk_mask", "topk_mask"),
         ("entropy", None),
         ("make docs", None),
-    ],
-)
-def test_names_in_code(code: str, name: str | None) -> None:
-    assert names.name_in(code) == name
+    ):
+        assert names.name_in(code) == name, code
 
 
 def test_napoleon_takes_no_words_for_a_type() -> None:

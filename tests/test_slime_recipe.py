@@ -145,7 +145,6 @@ def test_rollouts(hooks: ModuleType, options: dict[str, Any], scale: str) -> Non
     data = groups_of(rewards.tolist())
     everything = [sample for group in data for sample in group]
     samples, raw, normalised = rollouts_to_train_on(hooks, arguments(**options), data)
-
     advantages = reference.group_advantages(rewards, scale=scale, eps=1e-6)
     kept = reference.select_rollouts(advantages, 2).flatten()
     assert samples == [s for s, k in zip(everything, kept.tolist(), strict=True) if k]
@@ -156,7 +155,6 @@ def test_rollouts(hooks: ModuleType, options: dict[str, Any], scale: str) -> Non
 
 
 def test_advantages_of_the_kept_rollouts(hooks: ModuleType) -> None:
-    """PODS."""
     args = arguments(d3s_rollout_scope="group", d3s_rollouts_start=3, d3s_rollouts_end=3, d3s_advantages_from="kept")
     _, raw, normalised = rollouts_to_train_on(hooks, args, groups_of(spread_rewards().tolist()))
     expected = reference.group_advantages(torch.tensor(raw).view(GROUPS, 3))
@@ -251,8 +249,10 @@ def micro_batch() -> tuple[dict[str, Any], Tensor, Tensor]:
     return batch, logits, torch.cat(clean)
 
 
-def expected(batch: dict[str, Any], rows: Tensor, temperature: float = TEMPERATURE, **options: Any) -> Tensor:
-    mask = torch.cat(batch["loss_masks"]).bool()
+def expected(
+    batch: dict[str, Any], rows: Tensor, temperature: float = TEMPERATURE, among: Any = True, **options: Any
+) -> Tensor:
+    mask = torch.cat(batch["loss_masks"]).bool() & among
     entropy = reference.entropy(rows, temperature=temperature).float()
     kept = reference.select_tokens(entropy, torch.cat(batch["advantages"]), RATIO, mask=mask, **options).mask
     assert 0 < kept.sum() < mask.sum()
@@ -268,7 +268,6 @@ def test_tokens(hooks: ModuleType, loss: str, scope: str) -> None:
     leaf = logits.clone().requires_grad_()
     found, metrics = getattr(hooks, loss)(args, batch, leaf, reduce)
     assert all(batch[name] is before[name] for name in before)  # a recomputed loss starts from the same batch
-
     kept = expected(batch, rows, offsets=torch.tensor([0, *RESPONSES]).cumsum(0), scope=scope)
     plain = logits.clone().requires_grad_()
     of_kept = {**batch, "advantages": (advantages * kept).split(RESPONSES)}
@@ -289,20 +288,16 @@ def test_off_policy_tokens_have_no_gradient(hooks: ModuleType) -> None:
     args, reduce, leaf = arguments(**rule), reducer(batch), logits.clone().requires_grad_()
     found, metrics = hooks.token_loss(args, batch, leaf, reduce)
     ratio = torch.cat([p - q for p, q in zip(batch["log_probs"], batch["rollout_log_probs"], strict=True)]).exp()
-    trusted = (ratio >= 0.7) & (ratio <= 1.5) & torch.cat(batch["loss_masks"]).bool()
-    entropy = reference.entropy(rows, temperature=TEMPERATURE).float()
-    kept = reference.select_tokens(entropy, torch.cat(batch["advantages"]), RATIO, mask=trusted).mask
+    kept = expected(batch, rows, among=(ratio >= 0.7) & (ratio <= 1.5))
     changed = {**batch, "advantages": (torch.cat(batch["advantages"]) * torch.where(kept, ratio, 0)).split(RESPONSES)}
     torch.testing.assert_close(found, policy_loss_function(args, changed, logits, reduce)[0])
     assert metrics["d3s/token_share"] == kept.sum()
     refused = "d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis or use_rollout_logprobs, or without"
-    for name in ("use_tis", "use_rollout_logprobs"):
+    without = [{key: v for key, v in batch.items() if key != name} for name in ("log_probs", "rollout_log_probs")]
+    others = [arguments(**rule, **{name: True}) for name in ("use_tis", "use_rollout_logprobs")]
+    for bad_args, bad_batch in (*((other, batch) for other in others), *((args, part) for part in without)):
         with pytest.raises(ValueError, match=refused):
-            hooks.token_loss(arguments(**rule, **{name: True}), batch, logits, reduce)
-    for name in ("log_probs", "rollout_log_probs"):
-        without = {key: value for key, value in batch.items() if key != name}
-        with pytest.raises(ValueError, match=refused):
-            hooks.token_loss(args, without, logits, reduce)
+            hooks.token_loss(bad_args, bad_batch, logits, reduce)
 
 
 @pytest.mark.parametrize(

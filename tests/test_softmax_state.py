@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from helpers import (
     assert_entropy,
     assert_gradient,
     assert_logprob,
+    assert_same,
     assert_same_bits,
     cut,
     logits_cases,
@@ -99,18 +103,10 @@ def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
     """One piece gives the bits of a state without pieces, and the bits of the whole op."""
     logits, labels = random_logits(2, 3, 40_000, dtype=dtype), random_labels(2, 3, vocabulary=40_000)
     case = LogitsCase(logits, labels, {"temperature": 0.5 + torch.rand(2, 3), "mask": torch.rand(2, 3) < 0.7})
-    states = states_of(case, [0, 40_000])
-    number, tensor = 1.0, case.options["temperature"].view(-1)
-    for one, other in zip(
-        OPS.softmax_state_finish(states, number, tensor),
-        OPS.softmax_state_finish(states[0], number, tensor),
-        strict=True,
-    ):
-        assert_same_bits(one, other)
-    found = finished(case, states)
+    states, found = states_of(case, [0, 40_000]), finished(case, states_of(case, [0, 40_000]))
+    assert_same(found, finished(case, states[0]))
     options = *of_rows(case.options["temperature"], labels.shape), case.options["mask"]
-    for one, other in zip(found, OPS.logprob_entropy(logits, labels, *options), strict=True):
-        assert_same_bits(one, other)
+    assert_same(found, OPS.logprob_entropy(logits, labels, *options))
     weights = torch.randn(2, 2, 3)
     assert_same_bits(
         gradient_of_pieces(case, [0, 40_000], weights, found[1:]),
@@ -126,21 +122,19 @@ def test_pieces_are_merged_from_left_to_right() -> None:
     state = no_logits(9)
     for first, last in pairwise(edges):
         OPS.softmax_state_(state, logits[:, first:last], labels, first, 0.7)
-    for one, other in zip(finished(case, states_of(case, edges)), finished(case, state), strict=True):
-        assert_same_bits(one, other)
+    assert_same(finished(case, states_of(case, edges)), finished(case, state))
 
 
 def test_pieces_without_logits_change_nothing() -> None:
     """Pieces with no columns, or with only -inf, before and after the others."""
     logits, labels = random_logits(6, 50), random_labels(6, vocabulary=50)
-    expected = None
+    expected = ()
     for before, after in ((0, 0), (7, 0), (0, 7), (7, 30)):
         padded = torch.nn.functional.pad(logits, (before, after), value=-INF)
         case = LogitsCase(padded, labels + before * (labels != -100), {"temperature": 1.0, "mask": None})
         found = finished(case, states_of(case, [0, before, before + 50, before + 50 + after]))
         expected = expected or found
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_rows_of_nothing_but_minus_infinity_are_nan() -> None:
@@ -150,21 +144,16 @@ def test_rows_of_nothing_but_minus_infinity_are_nan() -> None:
 
 def test_masked_rows_are_not_read() -> None:
     logits, labels, mask = random_logits(5, 30), torch.arange(5), torch.tensor([True, False, True, True, False])
-    state = no_logits(5)
-    before = state.clone()
+    state, before, expected = no_logits(5), no_logits(5), no_logits(5)
     OPS.softmax_state_(state, logits.masked_fill(~mask.unsqueeze(1), NAN), labels, 0, 1.0, None, mask)
-    assert_same_bits(state[~mask], before[~mask])
-    expected = no_logits(5)
     OPS.softmax_state_(expected, logits, labels, 0)
-    assert_same_bits(state[mask], expected[mask])
+    assert_same_bits(state, torch.where(mask.unsqueeze(1), expected, before))
 
 
 def test_a_label_of_another_piece() -> None:
     """A label outside the piece adds no term to state and gradient. A label below 0 is in no piece."""
-    logits = random_logits(4, 60)
-    labels = torch.tensor([5, 25, 59, -100])
+    logits, labels, ones = random_logits(4, 60), torch.tensor([5, 25, 59, -100]), torch.ones(4)
     _, *statistics = OPS.logprob_entropy(logits, labels)
-    ones = torch.ones(4)
     whole = OPS.logprob_entropy_backward(ones, ones, logits, labels, *statistics)
     for first, last in ((0, 20), (20, 40), (40, 60)):
         shard = OPS.logprob_entropy_backward(ones, ones, logits[:, first:last], labels, *statistics, first_token=first)
@@ -175,32 +164,21 @@ def test_a_label_of_another_piece() -> None:
     assert state[1, 3] == logits[1, 25]
 
 
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [
-        (
-            (0, 3, 4),
-            r"state: got shape \[0, 3, 4\] of Float; takes contiguous float32 \[rows, 4\] or \[shards, rows, 4\]",
-        ),
-        ((2, 3, 5), r"state: got shape \[2, 3, 5\]"),
-        ((4,), r"state: got shape \[4\]"),
-        ((2, 2, 3, 4), r"state: got shape \[2, 2, 3, 4\]"),
-    ],
-)
-def test_states_that_are_refused(shape: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        OPS.softmax_state_finish(torch.zeros(shape))
+def test_what_is_refused() -> None:
+    logits, labels = random_logits(3, 20), torch.arange(3)
 
+    def refused(said: str, op: Callable[..., Any], *given: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=f"^{said}"):
+            op(*given, **options)
 
-def test_arguments_of_pieces_that_are_refused() -> None:
-    logits, labels, rows = random_logits(3, 20), torch.arange(3), torch.zeros(3)
-    with pytest.raises(ValueError, match=r"first_token: got -1; takes at least 0"):
-        OPS.logprob_entropy_backward(rows, rows, logits, labels, rows, rows, rows, first_token=-1)
-    with pytest.raises(ValueError, match=r"state: got shape \[2, 3, 4\] .* takes contiguous float32 \[rows, 4\]$"):
-        OPS.softmax_state_(torch.zeros(2, 3, 4), logits, labels, 0)
-    with pytest.raises(ValueError, match=r"logits: got shape \[3, 20\]; takes \[..., tile\] with the rows of state"):
-        OPS.softmax_state_(no_logits(4), logits, labels, 0)
-    with pytest.raises(ValueError, match=r"mask: got shape \[2\]"):
-        OPS.softmax_state_(no_logits(3), logits, labels, 0, mask=torch.ones(2).bool())
-    with pytest.raises(ValueError, match=r"temperature: got shape \[2\]"):
-        OPS.softmax_state_finish(torch.zeros(2, 3, 4), 1.0, torch.ones(2))
+    takes = r"takes contiguous float32 \[rows, 4\]"
+    for shape in ([0, 3, 4], [2, 3, 5], [4], [2, 2, 3, 4]):
+        said = rf"state: got shape {re.escape(str(shape))} of Float; {takes} or \[shards, rows, 4\]$"
+        refused(said, OPS.softmax_state_finish, torch.zeros(shape))
+    refused(r"temperature: got shape \[2\]", OPS.softmax_state_finish, torch.zeros(2, 3, 4), 1.0, torch.ones(2))
+    update, state = OPS.softmax_state_, no_logits(3)
+    refused(rf"state: got shape \[2, 3, 4\] of Float; {takes}$", update, torch.zeros(2, 3, 4), logits, labels, 0)
+    refused(r"logits: got shape \[3, 20\]; takes \[..., tile\] with the row", update, no_logits(4), logits, labels, 0)
+    refused(r"mask: got shape \[2\]", update, state, logits, labels, 0, mask=torch.ones(2).bool())
+    backward, statistics = OPS.logprob_entropy_backward, torch.zeros(3, 3)
+    refused("first_token: got -1; takes at least 0", backward, None, None, logits, labels, *statistics, first_token=-1)

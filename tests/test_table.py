@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import get_args
@@ -132,11 +133,9 @@ def test_the_suites_have_the_own_tests_of_an_op_by_their_names(tmp_path: Path) -
 
 
 def test_every_public_function_of_the_reference_is_in_the_table() -> None:
-    public = {
-        name
-        for name, function in inspect.getmembers(reference, inspect.isfunction)
-        if not name.startswith("_") and function.__module__ == reference.__name__
-    }
+    functions = inspect.getmembers(reference, inspect.isfunction)
+    here = {name for name, function in functions if function.__module__ == reference.__name__}
+    public = {name for name in here if not name.startswith("_")}
     require_all("the functions", FUNCTIONS, public)
     assert public <= set(d3s.__all__)
     require_all("d3s_kernels/_exact.py, of the ops", set(OPS) & set(FUNCTIONS), set(OPS) & set(d3s.__all__))
@@ -177,10 +176,10 @@ def test_every_rule_is_in_its_table() -> None:
     assert get_args(d3s.tokens.TokenRule) == TOKEN_RULES == reference.TOKEN_RULES
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [*(("select_tokens", rule) for rule in TOKEN_RULES), *(("select_rollouts", rule) for rule in ROLLOUT_RULES)],
-)
+RULES = [*product(["select_tokens"], TOKEN_RULES), *product(["select_rollouts"], ROLLOUT_RULES)]
+
+
+@pytest.mark.parametrize(("name", "rule"), RULES)
 def test_every_rule_means_what_the_reference_says(name: str, rule: str) -> None:
     drawn = tokens.token_rules if name == "select_tokens" else rollouts.rollout_rules
     assert_means(name, replace(FUNCTIONS[name], draw=partial(drawn, rule=rule)), getattr(d3s, name))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from helpers import DTYPES, assert_identical, rounds
+from helpers import DTYPES, rounds
 from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels._across_ranks import tokens as across_ranks
 
-sizes = pytest.mark.parametrize("size", SIZES)
-SEEDS = rounds(60)  # for each number of ranks and each of the tests below
+SEEDS = rounds(60)  # for each number of ranks and each task
 
 
 class Drawn(NamedTuple):
@@ -77,33 +76,20 @@ def seeds(first: int, size: int) -> Iterator[tuple[int, Drawn]]:
             yield seed, draw(seed, size)
 
 
-def assert_all(size: int, task: Any) -> None:
-    first = int(torch.randint(2**40, ()))
-    for failures in world(size).run(task, first):
-        assert not failures, failures[0]
-
-
-def different(seed: int, own: Any, whole: Any, drawn: Drawn, rank: int, dim: int = 0) -> list[str]:
-    """Compares a rank's mask or selection with what it should be, and returns the differences."""
-    if isinstance(own, Tensor):
-        own, whole = (own,), (whole,)
-    else:
-        own, whole = (own.mask, own.count, own.threshold), (whole.mask, whole.count, whole.threshold)
-    mask = whole[0].split(drawn.lengths, dim)[rank]
-    try:
-        assert_identical(own[0], mask.reshape(own[0].shape))
-        for one, other in zip(own[1:], whole[1:], strict=True):
-            assert_identical(one, other)
-    except AssertionError as error:
-        return [f"seed {seed} on rank {rank}: {error}"]
-    return []
+def check(seed: int, found: Any, whole: Any, drawn: Drawn, rank: int, dim: int = 0) -> None:
+    """Compares a rank's mask or selection with its part of what one process gives."""
+    found, whole = (
+        (each,) if isinstance(each, Tensor) else (each.mask, each.count, each.threshold) for each in (found, whole)
+    )
+    part = whole[0].split(drawn.lengths, dim)[rank].reshape(found[0].shape)
+    for one, other in zip(found, (part, *whole[1:]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda said: f"seed {seed}: {said}")
 
 
 # ---- one segment -----------------------------------------------------------------------------------------------------
 
 
-def top_of_all(ranks: Ranks, first: int) -> list[str]:
-    failures = []
+def one_k_over_all_ranks(ranks: Ranks, first: int) -> None:
     for seed, drawn in seeds(first, ranks.size):
         options = dict(drawn.options)
         if seed % 3 == 0:
@@ -114,18 +100,11 @@ def top_of_all(ranks: Ranks, first: int) -> list[str]:
             drawn.own(drawn.scores, ranks.rank), mask=drawn.own(drawn.mask, ranks.rank), process_group=ranks.group,
             **options,
         )  # fmt: skip
-        failures += different(seed, own, whole, drawn, ranks.rank)
-    return failures
+        check(seed, own, whole, drawn, ranks.rank)
 
 
-@sizes
-def test_one_k_over_all_ranks(size: int) -> None:
-    assert_all(size, top_of_all)
-
-
-def pooled(ranks: Ranks, first: int) -> list[str]:
+def all_tokens_as_one_pool(ranks: Ranks, first: int) -> None:
     """By rows, by offsets of the rank, or flat. Advantages are for all, for tokens or for sequences."""
-    failures = []
     for seed, drawn in seeds(first, ranks.size):
         kind = ("flat", "rows", "offsets")[seed % 3]
         entropy, advantages, mask, lengths = drawn.scores.abs(), drawn.advantages, drawn.mask, drawn.lengths
@@ -154,20 +133,13 @@ def pooled(ranks: Ranks, first: int) -> list[str]:
             ours = ours[0], advantages, ours[2]
         whole = d3s.select_tokens(entropy, advantages, mask=mask, **drawn.options)
         found = d3s.select_tokens(*ours[:2], mask=ours[2], process_group=ranks.group, **own, **drawn.options)
-        failures += different(seed, found, whole, drawn, ranks.rank)
-    return failures
-
-
-@sizes
-def test_all_tokens_as_one_pool(size: int) -> None:
-    assert_all(size, pooled)
+        check(seed, found, whole, drawn, ranks.rank)
 
 
 # ---- segments that are cut -------------------------------------------------------------------------------------------
 
 
-def cut_by_global_offsets(ranks: Ranks, first: int) -> list[str]:
-    failures = []
+def cut_by_global_offsets(ranks: Ranks, first: int) -> None:
     for seed, drawn in seeds(first, ranks.size):
         total, rank = len(drawn.scores), ranks.rank
         offsets = drawn.offsets(total)
@@ -178,7 +150,7 @@ def cut_by_global_offsets(ranks: Ranks, first: int) -> list[str]:
         found = d3s.topk_mask(
             own, mask=mask, offsets=offsets, process_group=ranks.group, placement="global", **drawn.options
         )
-        failures += different(seed, found, whole, drawn, rank)
+        check(seed, found, whole, drawn, rank)
         entropy, for_tokens = drawn.scores.abs(), seed % 2 == 0
         each = drawn.advantages if for_tokens else torch.randn(len(offsets) - 1, generator=drawn.generator)
         if len(each) == total == len(offsets) - 1:
@@ -189,18 +161,11 @@ def cut_by_global_offsets(ranks: Ranks, first: int) -> list[str]:
             drawn.own(entropy, rank), drawn.own(each, rank) if for_tokens else each, mask=mask, offsets=offsets,
             scope=scope, process_group=ranks.group, placement="global", **drawn.options,
         )  # fmt: skip
-        failures += different(seed, selected, all_of_it, drawn, rank)
-    return failures
+        check(seed, selected, all_of_it, drawn, rank)
 
 
-@sizes
-def test_segments_cut_by_global_offsets(size: int) -> None:
-    assert_all(size, cut_by_global_offsets)
-
-
-def pieces_of_every_segment(ranks: Ranks, first: int) -> list[str]:
+def pieces_of_every_segment(ranks: Ranks, first: int) -> None:
     """Every rank has some columns of each row; once as rows, once as offsets of the rank."""
-    failures = []
     for seed, drawn in seeds(first, ranks.size):
         rank, rows = ranks.rank, 1 + drawn.below(24)
         columns = len(drawn.scores) // rows
@@ -215,23 +180,25 @@ def pieces_of_every_segment(ranks: Ranks, first: int) -> list[str]:
         own_mask = None if mask is None else mask.split(widths, 1)[rank].contiguous()
         across: dict[str, Any] = {"process_group": ranks.group, "placement": "pieces", **drawn.options}
         found = d3s.topk_mask(own, mask=own_mask, **across)
-        failures += different(seed, found, whole, drawn, rank, dim=1)
+        check(seed, found, whole, drawn, rank, dim=1)
         flat_mask = None if own_mask is None else own_mask.flatten()
         offsets = torch.arange(rows + 1) * widths[rank]
         flat = d3s.topk_mask(own.flatten(), mask=flat_mask, offsets=offsets, **across)
-        failures += different(seed, flat, whole, drawn, rank, dim=1)
+        check(seed, flat, whole, drawn, rank, dim=1)
         each = torch.randn(rows, generator=drawn.generator)
         expected = d3s.select_tokens(scores.abs(), each, mask=mask, scope="sequence", **drawn.options)
         selected = d3s.select_tokens(own.abs(), each, mask=own_mask, scope="sequence", **across)
-        failures += different(seed, selected, expected, drawn, rank, dim=1)
+        check(seed, selected, expected, drawn, rank, dim=1)
         if all(width == 1 for width in widths):
             continue  # as many tokens as sequences: advantages would count as those of tokens
         entropy = own.abs().flatten()
         selected = d3s.select_tokens(entropy, each, mask=flat_mask, offsets=offsets, scope="sequence", **across)
-        failures += different(seed, selected, expected, drawn, rank, dim=1)
-    return failures
+        check(seed, selected, expected, drawn, rank, dim=1)
 
 
-@sizes
-def test_segments_of_which_every_rank_has_a_piece(size: int) -> None:
-    assert_all(size, pieces_of_every_segment)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "task", [one_k_over_all_ranks, all_tokens_as_one_pool, cut_by_global_offsets, pieces_of_every_segment]
+)
+def test_each_rank_has_its_part_of_the_whole(task: Callable[[Ranks, int], None], size: int) -> None:
+    world(size).run(task, int(torch.randint(2**40, ())))

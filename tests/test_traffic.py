@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,12 @@ ROOT = Path(__file__).parents[1]
 Sent = list[tuple[str, int]]
 
 
+def counts_of(name: str, expected: Sent, call: Callable[[], object]) -> tuple[str, Sent, Sent]:
+    with counted() as calls:
+        call()
+    return name, list(calls), expected
+
+
 def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str, Sent, Sent]]:
     """Ranks have different numbers of tokens, and the first has none."""
     across_ranks.FEW_RANKS = few_ranks
@@ -34,39 +42,26 @@ def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str,
     found: list[tuple[str, Sent, Sent]] = []
 
     def count(name: str, expected: Sent, call: Any) -> None:
-        with counted() as calls:
-            call()
-        found.append((name, list(calls), expected))
+        found.append(counts_of(name, expected, call))
 
-    count("topk_mask", formulas.topk_mask(ranks.size), lambda: d3s.topk_mask(entropy, 0.3, **across))
-    count("by k", formulas.topk_mask(ranks.size), lambda: d3s.topk_mask(entropy, k=3, **across))
-    count(
-        "select_tokens",
-        formulas.select_tokens(ranks.size),
-        lambda: d3s.select_tokens(entropy, advantages, 0.3, **across),
-    )
-    count(
-        "without zeros", formulas.select_tokens(ranks.size, drop_zeros=True),
-        lambda: d3s.select_tokens(entropy, advantages, 0.3, drop_zeros=True, **across),
-    )  # fmt: skip
+    top_k, select = formulas.topk_mask, formulas.select_tokens
+    count("topk_mask", top_k(ranks.size), lambda: d3s.topk_mask(entropy, 0.3, **across))
+    count("by k", top_k(ranks.size), lambda: d3s.topk_mask(entropy, k=3, **across))
+    for drop in (False, True):
+        given = across | {"drop_zeros": drop}
+        expected = select(ranks.size, drop_zeros=drop)
+        count(f"tokens, {drop}", expected, lambda given=given: d3s.select_tokens(entropy, advantages, 0.3, **given))
     total = tokens * sum(range(ranks.size))
     for segments in (1, FEW_SEGMENTS, FEW_SEGMENTS + 1, 100):
-        edges = torch.linspace(0, total, segments + 1).long()
-        cut = across | {"offsets": edges, "placement": "global"}
-        expected = formulas.topk_mask(ranks.size, segments, global_offsets=True)
+        cut = across | {"offsets": torch.linspace(0, total, segments + 1).long(), "placement": "global"}
+        expected = top_k(ranks.size, segments, global_offsets=True)
         count(f"{segments} segments", expected, lambda cut=cut: d3s.topk_mask(entropy, 0.3, **cut))
-        expected = formulas.select_tokens(ranks.size, segments, by_offsets=True)
-        each = torch.randn(segments)
-        count(
-            f"{segments} sequences", expected,
-            lambda cut=cut, each=each: d3s.select_tokens(entropy, each, 0.3, scope="sequence", **cut),
-        )  # fmt: skip
-    rows = entropy.view(ranks.rank, tokens)
+        expected, each = select(ranks.size, segments, by_offsets=True), (entropy, torch.randn(segments), 0.3)
+        cut = cut | {"scope": "sequence"}
+        count(f"{segments} sequences", expected, lambda each=each, cut=cut: d3s.select_tokens(*each, **cut))
+    rows, of_rows = entropy.view(ranks.rank, tokens), advantages.view(ranks.rank, tokens)
     count("whole rows", [], lambda: d3s.topk_mask(rows, 0.3, **across))
-    count(
-        "whole sequences", [],
-        lambda: d3s.select_tokens(rows, advantages.view(ranks.rank, tokens), 0.3, scope="sequence", **across),
-    )  # fmt: skip
+    count("whole sequences", [], lambda: d3s.select_tokens(rows, of_rows, 0.3, scope="sequence", **across))
     across_ranks.FEW_RANKS = FEW_RANKS
     return found
 
@@ -77,33 +72,24 @@ def sent_by_rollouts(ranks: Ranks, groups: int) -> list[tuple[str, Sent, Sent]]:
     largest = 4 * groups * ranks.size
     found: list[tuple[str, Sent, Sent]] = []
     for bound in (None, largest, largest + 5):
+        most = across | {"max_rollouts": bound}
         for name, call in {
-            "group_advantages": lambda most: d3s.group_advantages(rewards, scale="batch", max_rollouts=most, **across),
-            "select_rollouts": lambda most: d3s.select_rollouts(rewards, 2, max_rollouts=most, **across),
-            "equal rows": lambda most: d3s.select_rollouts(rewards, 2, equal_rows=True, max_rollouts=most, **across),
-            "max_variance_select": lambda most: d3s.max_variance_select(
-                rewards.view(-1), 2, max_rollouts=most, **across
-            ),
+            "group_advantages": partial(d3s.group_advantages, rewards, scale="batch", **most),
+            "select_rollouts": partial(d3s.select_rollouts, rewards, 2, **most),
+            "equal rows": partial(d3s.select_rollouts, rewards, 2, equal_rows=True, **most),
+            "max_variance_select": partial(d3s.max_variance_select, rewards.view(-1), 2, **most),
         }.items():
-            with counted() as calls:
-                call(bound)
             width = 8 if name == "group_advantages" else 4
             expected = formulas.rollouts(bound or largest, bounded=bound is not None, width=width)
-            found.append((name, list(calls), expected))
-    with counted() as calls:
-        d3s.select_rollouts(rewards, 2, scope="group", **across)
-        d3s.group_advantages(rewards, **across)
-    found.append(("whole groups", list(calls), []))
+            found.append(counts_of(name, expected, call))
+    found.append(counts_of("whole groups", [], partial(d3s.select_rollouts, rewards, 2, scope="group", **across)))
+    found.append(counts_of("advantages", [], partial(d3s.group_advantages, rewards, **across)))
     kept = torch.zeros(len(rewards), dtype=torch.bool)
     kept[: ranks.size if ranks.rank == 0 else 0] = True  # all on the first rank, which gives one to each of the others
-    with counted() as calls:
-        plan = plan_rows(kept, ranks.group)
-    found.append(("plan_rows", list(calls), formulas.plan_rows()))
-    with counted() as calls:
-        exchange_rows(rewards, plan, ranks.group)
-    moved = ranks.size - 1 if ranks.rank == 0 else 0
-    found.append(("exchange_rows", list(calls), formulas.exchange_rows(moved, 16)))
-    return found
+    found.append(counts_of("plan_rows", formulas.plan_rows(), partial(plan_rows, kept, ranks.group)))
+    plan, moved = plan_rows(kept, ranks.group), ranks.size - 1 if ranks.rank == 0 else 0
+    exchange = partial(exchange_rows, rewards, plan, ranks.group)
+    return [*found, counts_of("exchange_rows", formulas.exchange_rows(moved, 16), exchange)]
 
 
 def sent_by_logits(ranks: Ranks, rows: int, hidden: int) -> list[tuple[str, Sent, Sent]]:

@@ -41,13 +41,10 @@ def few() -> Iterator[None]:
         yield
 
 
-def test_every_snippet_is_tested_here() -> None:
+def test_every_snippet_is_tested_here_and_has_short_lines() -> None:
     defined = set(re.findall(r"^def (\w+)", "\n".join(BLOCKS), re.MULTILINE))
     source = Path(__file__).read_text(encoding="utf-8")
     assert defined == set(re.findall(r'SNIPPETS\["(\w+)"\]', source))
-
-
-def test_lines_are_short() -> None:
     assert [line for block in BLOCKS for line in block.splitlines() if len(line) > 120] == []
 
 
@@ -145,18 +142,14 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
         begin, end = (0, 2) if ranks.rank == 0 else (2, 6)
         own = {name: value.detach()[begin:end].clone() for name, value in t.items()}
         own["logprob"].requires_grad_()
-        inputs = own["logprob"], own["entropy"], own["advantages"], own["mask"]
-        result = SNIPPETS["keep_tokens"](*inputs, process_group=ranks.group)
+        result = SNIPPETS["keep_tokens"](*own.values(), process_group=ranks.group)
         check_gradient(result, own["logprob"], kept[begin:end])
 
         lengths = own["mask"].sum(1)
         packed = {name: value.detach()[own["mask"]] for name, value in own.items()}
         packed["logprob"].requires_grad_()
-        input_data = {
-            "advantages": packed["advantages"],
-            "loss_mask": packed["mask"].float(),
-            "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-        }
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        input_data = {"advantages": packed["advantages"], "loss_mask": packed["mask"].float(), "cu_seqlens": offsets}
         loss_fn = SNIPPETS["areal_loss"](lambda logprobs, *_: logprobs, process_group=ranks.group)
         result = loss_fn(packed["logprob"], packed["entropy"], input_data)
         check_gradient(result, packed["logprob"], kept[begin:end][own["mask"]])
@@ -170,17 +163,14 @@ def test_tokens_of_all_ranks() -> None:
 
 
 def areal_data(rewards: Tensor) -> list[dict[str, Any]]:
+    """A dictionary for each prompt; its ``table`` does not have one row for each rollout."""
     return [
         {
-            "rewards": row,
-            "input_ids": torch.randint(9, (GROUP, 5 + g)),
-            "loss_mask": torch.rand(GROUP, 5 + g),
-            "rl_loss_weight": 0.5,
-            "images": ["a"],
-            "table": torch.rand(GROUP + 1, 3),  # does not have one row for each rollout
+            "rewards": row, "input_ids": torch.randint(9, (GROUP, 5 + g)), "loss_mask": torch.rand(GROUP, 5 + g),
+            "rl_loss_weight": 0.5, "images": ["a"], "table": torch.rand(GROUP + 1, 3),
         }
         for g, row in enumerate(rewards)
-    ]
+    ]  # fmt: skip
 
 
 def check_areal(smaller: list[dict[str, Any]], data: list[dict[str, Any]], kept: Tensor) -> None:
@@ -234,16 +224,9 @@ def test_areal_tokens(scope: str, tree: bool) -> None:
     if not tree:
         input_data["cu_seqlens"] = offsets
     before = dict(input_data)
-    calls: list[Any] = []
-
-    def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], **kwargs: Any) -> str:
-        calls.append((logprobs, entropy, input_data, kwargs))
-        return "its loss"
-
-    loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn)
+    loss_fn = SNIPPETS["areal_loss"](lambda *given, **kwargs: (*given, kwargs))
     with choosing(token_scope=scope):
-        assert loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None) == "its loss"
-    ((got, got_entropy, got_data, kwargs),) = calls
+        got, got_entropy, got_data, kwargs = loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None)
     assert got_entropy is entropy
     assert got_data is input_data
     assert input_data == before  # the same tensors
@@ -284,11 +267,9 @@ def test_skyrl_rollouts() -> None:
         values=None,
     )
     data.metadata = {
-        "policy_mini_batch_boundaries": [(0, half), (half, rows)],
-        "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)],
-        "uids": ["all", "of", "them"],
-        "response_length": width,
-    }
+        "policy_mini_batch_boundaries": [(0, half), (half, rows)], "uids": ["all", "of", "them"],
+        "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)], "response_length": width,
+    }  # fmt: skip
     before, metadata = dict(data), dict(data.metadata)
     smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP)
     assert all(data[name] is before[name] for name in before)
@@ -329,22 +310,17 @@ def test_skyrl_tokens() -> None:
 def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
     advantages = normalise(rewards_of_groups().double().numpy()).flatten()
     n = len(advantages)
-    batch = SimpleNamespace(queries=[[i, 0] for i in range(n)])
-    result = SimpleNamespace(
-        responses=[[i, 1] for i in range(n)], masks=[[i, 2] for i in range(n)], logprobs=[[i, 3.0] for i in range(n)]
-    )
+    queries, responses, masks, logprobs = ([[i, number] for i in range(n)] for number in range(4))
+    batch = SimpleNamespace(queries=queries)
+    result = SimpleNamespace(responses=responses, masks=masks, logprobs=logprobs)
     values, columns = SNIPPETS["open_instruct_rollouts"](advantages, batch, result, GROUP)
     kept = reference.select_rollouts(torch.tensor(advantages, dtype=torch.float32).view(-1, GROUP), KEEP).flatten()
     rows = kept.nonzero().flatten().tolist()
     assert len(rows) == KEEP * GROUPS
     assert isinstance(values, np.ndarray)
     assert values.tolist() == advantages[rows].tolist()
-    assert columns == {
-        "queries": [[i, 0] for i in rows],
-        "responses": [[i, 1] for i in rows],
-        "masks": [[i, 2] for i in rows],
-        "vllm_logprobs": [[i, 3.0] for i in rows],
-    }
+    names = ("queries", "responses", "masks", "vllm_logprobs")
+    assert columns == {name: [[i, number] for i in rows] for number, name in enumerate(names)}
     assert len(batch.queries) == len(result.responses) == len(result.masks) == len(result.logprobs) == n
 
 

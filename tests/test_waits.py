@@ -33,15 +33,14 @@ ATEN = torch.ops.aten
 GROUP: Any = None  # tests put a stand-in in its place
 DRAWS = 6 if EVERYTHING else 2
 DTYPES = {"float": torch.float32, "double": torch.float64, "int": torch.int32, "long": torch.int64}
+PACKED = torch.contiguous_format
 # What a torch without CUDA refuses to do for a GPU by these names; and the address of a tensor that has none.
 OTHERWISE: dict[Any, Any] = {
     Tensor.__invert__: ATEN.bitwise_not,
     Tensor.copy_: ATEN.copy_,
     Tensor.__int__: lambda values: int(ATEN._local_scalar_dense(values)),
     Tensor.__bool__: lambda values: bool(ATEN._local_scalar_dense(values)),
-    Tensor.contiguous: lambda values: (
-        values if values.is_contiguous() else values.clone(memory_format=torch.contiguous_format)
-    ),
+    Tensor.contiguous: lambda values: values if values.is_contiguous() else values.clone(memory_format=PACKED),
     Tensor.data_ptr: lambda values: 0,
     **{getattr(Tensor, name): lambda values, dtype=dtype: values.to(dtype) for name, dtype in DTYPES.items()},
 }

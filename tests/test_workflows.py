@@ -13,12 +13,13 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 if not WORKFLOWS:  # a source release has no folder that begins with a dot
     pytest.skip("needs .github", allow_module_level=True)
 
-each = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in WORKFLOWS}
+each = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
 
 @each
-def test_actions_are_pinned_by_hash(workflow: Path) -> None:
-    for used in re.findall(r"^\s*-? *uses: (.*)$", workflow.read_text(encoding="utf-8"), re.MULTILINE):
+def test_actions_are_pinned_by_hash(text: str) -> None:
+    for used in re.findall(r"^\s*-? *uses: (.*)$", text, re.MULTILINE):
         if used.startswith("./"):
             assert (ROOT / used).is_file()
         else:
@@ -26,9 +27,8 @@ def test_actions_are_pinned_by_hash(workflow: Path) -> None:
 
 
 def test_an_action_has_one_version() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
-    versions = dict(re.findall(r"uses: ([\w./-]+)(@\S+ # \S+)", text))
-    assert set(re.findall(r"uses: ([\w./-]+@\S+ # \S+)", text)) == {"".join(item) for item in versions.items()}
+    found = {*re.findall(r"uses: ([\w./-]+)(@\S+ # \S+)", "".join(TEXTS.values()))}
+    assert len(found) == len(dict(found))
 
 
 @pytest.mark.parametrize(
@@ -44,34 +44,30 @@ def test_no_file_names_a_host(file: Path) -> None:
 def test_every_supported_python_is_tested(name: str) -> None:
     lists = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', lists)
-    matrix = re.findall(r"python: \[(.*)\]", (ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))[0]
+    matrix = re.findall(r"python: \[(.*)\]", TEXTS[name])[0]
     assert [part.strip(' "') for part in matrix.split(",")] == supported
 
 
 def test_jobs_may_do_no_more_than_they_say() -> None:
     """Nothing is permitted to all jobs of a workflow, and only jobs of a release may write."""
-    for path in WORKFLOWS:
-        text = path.read_text(encoding="utf-8")
-        assert re.search(r"^permissions: \{\}$", text, re.MULTILINE), path.name
+    allowed = {"release.yml": {"contents", "id-token", "attestations", "pages"}, "docs.yml": {"pages", "id-token"}}
+    for name, text in TEXTS.items():
+        assert re.search(r"^permissions: \{\}$", text, re.MULTILINE), name
         assert "secrets." not in text
-        writes = set(re.findall(r"^ +([a-z-]+): write", text, re.MULTILINE))
-        allowed = {"release.yml": {"contents", "id-token", "attestations", "pages"}, "docs.yml": {"pages", "id-token"}}
-        assert writes == allowed.get(path.name, set()), path.name
+        assert set(re.findall(r"^ +([a-z-]+): write", text, re.MULTILINE)) == allowed.get(name, set()), name
 
 
 def test_the_table_of_workflows_is_complete() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert not [path.name for path in WORKFLOWS if f"| `{path.name}` |" not in page]
-    variables = set(re.findall(r"vars\.(\w+)", "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)))
-    assert not [name for name in variables if f"| `{name}` |" not in page]
+    variables = set(re.findall(r"vars\.(\w+)", "".join(TEXTS.values())))
+    assert not [name for name in (*TEXTS, *variables) if f"| `{name}` |" not in page]
 
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def called(workflow: Path) -> Iterator[str]:
+def called(text: str) -> Iterator[str]:
     """The targets of the Makefile that a workflow calls, also by a matrix."""
-    text = workflow.read_text(encoding="utf-8")
     for arguments in re.findall(r"(?<![\w-])make ([^\n]+)", re.sub(r"(^| )#.*$", "", text, flags=re.MULTILINE)):
         words = [word for word in arguments.split() if not word.startswith("-") and "=" not in word]
         if words[0] == "$TARGET":
@@ -82,7 +78,7 @@ def called(workflow: Path) -> Iterator[str]:
 
 
 @each
-def test_jobs_call_targets_of_the_makefile(workflow: Path) -> None:
-    targets = set(called(workflow))
+def test_jobs_call_targets_of_the_makefile(text: str) -> None:
+    targets = set(called(text))
     assert targets
     assert targets <= TARGETS

@@ -7,7 +7,8 @@ choose for GPUs are made smaller, so that a few dozen elements have several slic
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from helpers import (
     assert_identical,
     assert_logprob,
     assert_narrow_gradient,
+    assert_same,
     assert_same_bits,
     random_labels,
     random_logits,
@@ -42,8 +44,6 @@ from d3s_kernels._triton import launch, logprob_entropy, max_variance, topk_mask
 from d3s_kernels._triton import logprob_entropy_backward as backward
 from d3s_kernels.compare import compare_here
 
-SLICE, LANES, IN_FLIGHT = 64, 2, 2  # in half precision twice 2 x 2 x 8 elements, or edges of 2 x 8
-PIECE, BLOCK, EDGE = 64, 32, 8
 LOWEST = torch.finfo(torch.float32).min
 # Around the ends of edges, blocks, slices and pieces.
 LENGTHS = [
@@ -65,8 +65,8 @@ def test_a_constant_of_a_kernel_equals_itself() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """For each call of a function, the interpreter replaces Triton's language by its own. That would take most of the
-    time here, and the language is the same for all functions, so it is done once."""
+    """For each call, the interpreter replaces Triton's language by its own. It is the same for all functions, so it is
+    done once; else it takes most of the time."""
     modules = {"tl": interpreter.tl, "core": interpreter.tl.core}
     language = interpreter._patch_lang(SimpleNamespace(__globals__=modules))
     with pytest.MonkeyPatch.context() as patch:
@@ -77,27 +77,36 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, value in (
-        (logprob_entropy, "SLICE", SLICE),
-        (logprob_entropy, "LANES", LANES),
-        (logprob_entropy, "IN_FLIGHT", IN_FLIGHT),
-        (logprob_entropy, "MERGERS", 4),
-        (launch, "warp_size", lambda: 1),
-        (backward, "PIECE", PIECE),
-        (backward, "BLOCK", BLOCK),
-        (backward, "EDGE_BLOCK", EDGE),
-        (topk_mask, "SIZES", ((8, 1), (32, 1))),
-        (topk_mask, "PART", 16),
-        (topk_mask, "LARGEST", 64),
-        (max_variance, "SIZES", ((8, 1), (32, 1))),
-        (max_variance, "LARGEST", 32),
+    sizes = ((8, 1), (32, 1))
+    # In half precision twice 2 x 2 x 8 logits are in flight, or edges of 2 x 8.
+    for module, values in (
+        (logprob_entropy, {"SLICE": 64, "LANES": 2, "IN_FLIGHT": 2, "MERGERS": 4}),
+        (launch, {"warp_size": lambda: 1}),
+        (backward, {"PIECE": 64, "BLOCK": 32, "EDGE_BLOCK": 8}),
+        (topk_mask, {"SIZES": sizes, "PART": 16, "LARGEST": 64}),
+        (max_variance, {"SIZES": sizes, "LARGEST": 32}),
     ):
-        monkeypatch.setattr(module, name, value)
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
 
 
 def kernel(name: str, *arguments: Any, **options: Any) -> Any:
     """Calls a kernel without the checks before it, as on a GPU."""
     return _triton.KERNELS[name](*arguments, **options)
+
+
+def fresh_states(rows: int) -> Tensor:
+    return torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(rows, 1)
+
+
+def assert_as_plain(function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """The selection is that of plain PyTorch."""
+    assert_served()
+    found = function(*arguments, **options)
+    with backends.forced("torch"):
+        expected = function(*arguments, **options)
+    for one, other in zip(*((of,) if isinstance(of, Tensor) else of for of in (found, expected)), strict=True):
+        assert_identical(one, other)
 
 
 def assert_served() -> None:
@@ -112,8 +121,8 @@ def with_gradients(logits: Tensor, labels: Tensor, weights: Tensor, **options: A
     return found[0].detach(), found[1].detach(), slope
 
 
-def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Checks that the results are near the reference, and returns them."""
+def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> None:
+    """The results and the gradient are near those of the reference."""
     assert_served()
     weights = torch.randn(2, *labels.shape)
     logprob, entropy, slope = with_gradients(logits, labels, weights, **options)
@@ -123,7 +132,6 @@ def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor
     assert_logprob(logprob, expected[0].detach())
     assert_entropy(entropy, expected[1].detach())
     assert_gradient(slope, expected_slope, floor=1e-6)
-    return logprob, entropy, slope
 
 
 # ---- every op of the table -------------------------------------------------------------------------------------------
@@ -164,8 +172,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
     weights = torch.randn(2, 4)
     together = with_gradients(logits, labels, weights)
     alone = [with_gradients(logits[i : i + 1], labels[i : i + 1], weights[:, i : i + 1]) for i in range(4)]
-    for one, other in zip(together, zip(*alone, strict=True), strict=True):
-        assert_same_bits(torch.cat(other), one)
+    assert_same(map(torch.cat, zip(*alone, strict=True)), together)
     # The first element, the stride of rows, and the gap between pairs of rows: misaligned, aligned, and misaligned by
     # the gap alone.
     for lead, pitch, gap, turned in ((1, 100, 0, False), (3, 107, 5, True), (8, 104, 16, True), (0, 104, 3, False)):
@@ -175,8 +182,8 @@ def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
         of_rows = apart, labels.view(2, 2), weights.view(2, 2, 2)
         if turned:
             of_rows = apart.transpose(0, 1), of_rows[1].t(), of_rows[2].transpose(1, 2)
-        for one, other in zip(with_gradients(*of_rows), together, strict=True):
-            assert_same_bits((one.transpose(0, 1) if turned else one).reshape(other.shape), other)
+        found = [one.transpose(0, 1) if turned else one for one in with_gradients(*of_rows)]
+        assert_same((one.flatten(0, 1) for one in found), together)
 
 
 @pytest.mark.parametrize("dtype", ONE_OR_ALL)
@@ -186,18 +193,15 @@ def test_the_sums_of_a_row_have_one_order(dtype: torch.dtype) -> None:
     logits, states = torch.randn(count, 104).to(dtype), []
     for pitch in (104, 105):
         rows = torch.empty(count, pitch, dtype=dtype)[:, :104].copy_(logits)
-        states.append(torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(count, 1))
+        states.append(fresh_states(count))
         kernel("softmax_state_", states[-1], rows, None, 0)
     assert_same_bits(*states)
 
 
 def test_rows_2_31_elements_apart() -> None:
     """A stride that fits an int32 in units of 16 bytes, but not in elements."""
-    logits, labels, weights = (
-        random_logits(4, 40, dtype=torch.bfloat16),
-        torch.tensor([3, 39, -100, 0]),
-        torch.randn(2, 4),
-    )
+    logits, labels = random_logits(4, 40, dtype=torch.bfloat16), torch.tensor([3, 39, -100, 0])
+    weights = torch.randn(2, 4)
     expected = with_gradients(logits, labels, weights)
     room = torch.empty(2**31 + 200, dtype=torch.bfloat16)  # memory that is not written takes no room
     for apart, order in (
@@ -207,8 +211,8 @@ def test_rows_2_31_elements_apart() -> None:
         rows = apart.shape[:-1]
         apart.copy_(logits[order].view(apart.shape))
         found = with_gradients(apart, labels[order].view(rows), weights[:, order].view(2, *rows))
-        for one, other in zip(found, expected, strict=True):
-            assert_same_bits(one.reshape(len(order), *other.shape[1:]), other[order])
+        flat = (one.flatten(0, len(rows) - 1) for one in found)
+        assert_same(flat, (other[order] for other in expected))
 
 
 def test_more_than_two_dimensions_that_step_unevenly() -> None:
@@ -216,8 +220,7 @@ def test_more_than_two_dimensions_that_step_unevenly() -> None:
     logits = random_logits(n, n + 1, 2 * n - 1, 40)[:, 1:, ::2].transpose(0, 1)
     labels, weights = random_labels(n, n, n, vocabulary=40), torch.randn(2, n, n, n)
     expected = with_gradients(logits.contiguous(), labels, weights)
-    for one, other in zip(with_gradients(logits, labels, weights), expected, strict=True):
-        assert_same_bits(one, other)
+    assert_same(with_gradients(logits, labels, weights), expected)
     state = kernel("logprob_entropy", logits, labels)
     kernel("logprob_entropy_backward_", *weights, logits, labels, *state[1:], 0)
     assert_same_bits(logits, expected[2])
@@ -287,27 +290,23 @@ def test_gradients_that_are_not_asked_for() -> None:
     statistics = kernel("logprob_entropy", logits, labels)[1:]
 
     def slope(*gradients: Tensor | None) -> Tensor:
-        found: Tensor = kernel("logprob_entropy_backward", *gradients, logits, labels, *statistics)
-        return found
+        return kernel("logprob_entropy_backward", *gradients, logits, labels, *statistics)
 
     assert_same_bits(slope(ones, None), slope(ones, 0 * ones))
     assert_same_bits(slope(None, ones), slope(0 * ones, ones))
     assert not slope(None, None).any()
-    none = torch.full((3,), -100)
-    without_labels, without_targets = (
-        kernel("logprob_entropy_backward", None, ones, logits, given, *statistics) for given in (None, none)
-    )
-    assert_same_bits(without_labels, without_targets)
+    given = (None, ones, logits)
+    without_targets = kernel("logprob_entropy_backward", *given, torch.full((3,), -100), *statistics)
+    assert_same_bits(kernel("logprob_entropy_backward", *given, None, *statistics), without_targets)
 
 
 @pytest.mark.parametrize("label", [-1, -99, -101, 50, 51, 2**31, 2**31 - 100, -(2**63), 2**63 - 1])
 def test_a_label_that_is_no_token(label: int) -> None:
-    logits, labels = random_logits(3, 50), torch.tensor([3, label, -100])
+    logits, labels, ones = random_logits(3, 50), torch.tensor([3, label, -100]), torch.ones(3)
     logprob, *statistics = kernel("logprob_entropy", logits, labels)
     assert logprob.isnan().tolist() == [False, True, False]
     assert logprob[2] == 0
     assert not torch.stack(statistics).isnan().any()
-    ones = torch.ones(3)
     for g_logprob, bad in ((ones, True), (0 * ones, False)):
         slope = kernel("logprob_entropy_backward", g_logprob, ones, logits, labels, *statistics)
         assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False, bad, False]
@@ -315,11 +314,8 @@ def test_a_label_that_is_no_token(label: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-16, 1e16, INF, NAN])
 def test_a_bad_temperature_on_the_device(temperature: float) -> None:
-    logits, labels = random_logits(3, 50), torch.tensor([3, 4, 5])
-    for tensor, bad in (
-        (torch.tensor([1.0, temperature, 1.0]), [False, True, False]),
-        (torch.tensor(temperature), [True] * 3),
-    ):
+    logits, labels, of_rows = random_logits(3, 50), torch.tensor([3, 4, 5]), torch.tensor([1.0, temperature, 1.0])
+    for tensor, bad in ((of_rows, [False, True, False]), (torch.tensor(temperature), [True] * 3)):
         logprob, *statistics = kernel("logprob_entropy", logits, labels, 1.0, tensor)
         assert logprob.isnan().tolist() == statistics[0].isnan().tolist() == bad
         slope = kernel("logprob_entropy_backward", *torch.ones(2, 3), logits, labels, *statistics, 1.0, tensor)
@@ -349,22 +345,16 @@ def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None
     logits, labels = random_logits(7, 150, dtype=dtype), torch.tensor([0, 63, 64, 127, 128, 149, -100])
     weights, temperature = torch.randn(2, 7), 0.5 + torch.rand(7)
     whole = kernel("logprob_entropy", logits, labels, 1.0, temperature)
-    state = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(7, 1)
-    first = 0
-    for tile in logits.split(steps, 1):
+    state, starts = fresh_states(7), [0, *accumulate(steps)][:-1]
+    for first, tile in zip(starts, logits.split(steps, 1), strict=True):
         kernel("softmax_state_", state, tile, labels.int(), first, 1.0, temperature)
-        first += tile.shape[1]
     outputs = kernel("softmax_state_finish", state, 1.0, temperature)
     assert outputs[0][-1].isnan()  # no label was seen: the LM head puts 0
     outputs[0][-1] = 0
-    for one, other in zip(outputs, whole, strict=True):
-        assert_same_bits(one, other)
-
+    assert_same(outputs, whole)
     slope = kernel("logprob_entropy_backward", *weights, logits, labels, *whole[1:], 1.0, temperature)
-    first = 0
-    for tile in logits.split(steps, 1):
+    for first, tile in zip(starts, logits.split(steps, 1), strict=True):
         kernel("logprob_entropy_backward_", *weights, tile, labels, *whole[1:], first, 1.0, temperature)
-        first += tile.shape[1]
     assert_same_bits(logits, slope)
 
 
@@ -381,16 +371,14 @@ def test_a_tile_without_labels() -> None:
     kernel("softmax_state_", state, logits, None, 0, 0.5)
     logprob, entropy, row_max, log_sum = kernel("softmax_state_finish", state, 0.5)
     expected = kernel("logprob_entropy", logits, None, 0.5)
-    for one, other in zip((entropy, row_max, log_sum), expected[1:], strict=True):
-        assert_same_bits(one, other)
+    assert_same((entropy, row_max, log_sum), expected[1:])
     torch.testing.assert_close(logprob, (7 - row_max) / 0.5 - log_sum)
     assert not expected[0].any()
 
 
 def test_a_label_that_no_tile_has() -> None:
     """In the LM head a label that is no token gives NaN, not the value beside the tile."""
-    state = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(4, 1)
-    logits = random_logits(4, 50)
+    state, logits = fresh_states(4), random_logits(4, 50)
     kernel("softmax_state_", state, logits, torch.tensor([9, 60, -(2**63), -1]), 10)
     assert kernel("softmax_state_finish", state)[0].isnan().all()
     statistics = torch.randn(3, 4)
@@ -410,7 +398,7 @@ def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
     whole = kernel("logprob_entropy", logits, labels, *options)
     slope = kernel("logprob_entropy_backward", *weights, logits, labels, *whole[1:], *options)
     unread = logits.masked_fill(~mask.unsqueeze(-1), NAN)
-    nothing = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(8, 1)
+    nothing = fresh_states(8)
     states = nothing.repeat(4, 1, 1)
     for state, first, last in zip(states, (0, 64, 64, 128), (64, 64, 128, 150), strict=True):  # the second is empty
         piece = unread[..., first:last]
@@ -420,12 +408,9 @@ def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
         assert_same_bits(part, slope[..., first:last].contiguous())
     outputs = kernel("softmax_state_finish", states, 1.0, temperature.view(-1))
     outputs[0][labels.view(-1) == -100] = 0
-    for one, other in zip(outputs, whole, strict=True):
-        assert_same_bits(one[mask.view(-1)], other[mask])
+    assert_same((one[mask.view(-1)] for one in outputs), (other[mask] for other in whole))
     assert outputs[1][~mask.view(-1)].isnan().all()  # rows that were not read have no known values
-    one_piece, no_pieces = (kernel("softmax_state_finish", given, 0.5) for given in (states[:1], states[0]))
-    for one, other in zip(one_piece, no_pieces, strict=True):
-        assert_same_bits(one, other)
+    assert_same(*(kernel("softmax_state_finish", given, 0.5) for given in (states[:1], states[0])))
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -438,39 +423,24 @@ def scores_of(*shape: int) -> Tensor:
     return torch.where(torch.rand(shape) < 0.3, torch.randn(shape), few)
 
 
-QUOTAS: tuple[dict[str, Any], ...] = (
-    {"ratio": 0.07},
-    {"ratio": 1.0},
-    {"ratio": 1e-9},
-    {"ratio": torch.tensor(0.3)},
-    {"ratio": torch.tensor(0.3, dtype=torch.float64)},
-    {"k": 1},
-    {"k": 5},
-    {"k": 2**62},
-    {"k": torch.tensor(3)},
-    {"k": torch.tensor([2**31 - 1], dtype=torch.int32)},
-)
-
-
+RATIOS = (0.07, 1.0, 1e-9, torch.tensor(0.3), torch.tensor(0.3, dtype=torch.float64))
+NUMBERS = (1, 5, 2**62, torch.tensor(3), torch.tensor([2**31 - 1], dtype=torch.int32))
+QUOTAS = [*({"ratio": ratio} for ratio in RATIOS), *({"k": k} for k in NUMBERS)]
 BOTH = [(length, drop_zeros) for length in (1, 8, 9, 32, 65) for drop_zeros in (False, True)]
 
 
 # The interpreter takes three seconds for each of the lengths that fill several programs.
-@pytest.mark.parametrize(
-    ("length", "drop_zeros"),
-    [*BOTH, (33, True), (64, False), *(slow(*of, shows="the rest of the table") for of in ((33, False), (64, True)))],
-)
+REST = [slow(*of, shows="the rest of the table") for of in ((33, False), (64, True))]
+
+
+@pytest.mark.parametrize(("length", "drop_zeros"), [*BOTH, (33, True), (64, False), *REST])
 def test_the_highest(length: int, drop_zeros: bool) -> None:
     """The selection is that of plain PyTorch, however the number is given."""
     scores = scores_of(3, length).to(DTYPES[length % 3])
     masks = None, torch.rand(3, length) < 0.6, torch.zeros(3, length, dtype=torch.bool), torch.rand(length, 3).t() < 0.6
     for i, quota in enumerate(QUOTAS):
-        options: dict[str, Any] = {**quota, "mask": masks[i % 4], "drop_zeros": drop_zeros}
-        found = d3s.topk_mask(scores, **options), d3s.topk_mask(scores[1], **{**options, "mask": None})
-        assert_served()
-        with backends.forced("torch"):
-            assert_identical(found[0], d3s.topk_mask(scores, **options))
-            assert_identical(found[1], d3s.topk_mask(scores[1], **{**options, "mask": None}))
+        assert_as_plain(d3s.topk_mask, scores, **quota, mask=masks[i % 4], drop_zeros=drop_zeros)
+        assert_as_plain(d3s.topk_mask, scores[1], **quota, drop_zeros=drop_zeros)
 
 
 @pytest.mark.parametrize(
@@ -482,20 +452,14 @@ def test_the_tokens(scope: str, drop_zeros: bool, shape: tuple[int, ...]) -> Non
     entropy, mask = scores_of(*shape), torch.rand(shape) < 0.8
     for each in (torch.tensor(-0.7), torch.randn(shape[:-1]), torch.randn(shape)):
         for ratio in (0.3, torch.tensor(0.07)):
-            options: dict[str, Any] = {"mask": mask, "scope": scope, "drop_zeros": drop_zeros}
-            found = d3s.select_tokens(entropy, each, ratio, **options)
-            with backends.forced("torch"):
-                expected = d3s.select_tokens(entropy, each, ratio, **options)
-            for one, other in zip(found, expected, strict=True):
-                assert_identical(one, other)
+            options = {"mask": mask, "scope": scope, "drop_zeros": drop_zeros}
+            assert_as_plain(d3s.select_tokens, entropy, each, ratio, **options)
 
 
 def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
     scores = torch.tensor([[-1.0, -2, -3], [1e-40, 2e-40, 3e-40], [-INF, INF, NAN], [NAN, NAN, NAN], [-0.0, 0, -1]])
-    for ratio, kept, lowest in (
-        (0.5, [2, 2, 1, 0, 2], [-2, 2e-40, INF, INF, 0]),
-        (1, [3, 3, 2, 0, 3], [-3, 1e-40, -INF, INF, -1]),
-    ):
+    half, all_of_them = ([2, 2, 1, 0, 2], [-2, 2e-40, INF, INF, 0]), ([3, 3, 2, 0, 3], [-3, 1e-40, -INF, INF, -1])
+    for ratio, (kept, lowest) in ((0.5, half), (1, all_of_them)):
         _, counts, thresholds = kernel("select_tokens", scores, torch.tensor(-1.0), ratio, pooled=False)
         assert counts.tolist() == kept
         assert_identical(thresholds, torch.tensor(lowest))
@@ -511,9 +475,8 @@ def test_a_bad_quota_selects_nothing() -> None:
     scores, one = torch.rand(3, 9), torch.tensor(1.0)
     for ratio in (0.0, -1.0, 1.5, INF, NAN):
         for dtype in (torch.float32, torch.float64):
-            chosen, counts, thresholds = kernel(
-                "select_tokens", scores, one, None, torch.tensor(ratio, dtype=dtype), pooled=False
-            )
+            given = scores, one, None, torch.tensor(ratio, dtype=dtype)
+            chosen, counts, thresholds = kernel("select_tokens", *given, pooled=False)
             assert not chosen.any()
             assert not counts.any()
             assert (thresholds == INF).all()
@@ -528,9 +491,7 @@ def test_a_number_for_each_segment_pooled(k: int) -> None:
     scores = scores_of(4, 7)
     for keep in (k, torch.tensor(k)):
         for rule in ("largest_abs", "max_variance"):
-            found = d3s.select_rollouts(scores, keep, rule=rule, scope="batch")
-            with backends.forced("torch"):
-                assert_identical(found, d3s.select_rollouts(scores, keep, rule=rule, scope="batch"))
+            assert_as_plain(d3s.select_rollouts, scores, keep, rule=rule, scope="batch")
 
 
 # 35 tokens are more than a program holds, and 66 more than it reads.
@@ -575,9 +536,7 @@ def test_the_most_varied(length: int) -> None:
         mask = torch.rand(values.shape) < 0.8
         for k in sorted({1, 2, length // 2 + 1, length, length + 1}):
             for keep, present in ((k, None), (torch.tensor(k, dtype=torch.int32), mask)):
-                found = d3s.max_variance_select(values, keep, mask=present)
-                with backends.forced("torch"):
-                    assert_identical(found, d3s.max_variance_select(values, keep, mask=present))
+                assert_as_plain(d3s.max_variance_select, values, keep, mask=present)
 
 
 def test_splits_that_are_equal_up_to_rounding() -> None:

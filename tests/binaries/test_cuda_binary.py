@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +33,8 @@ DETAILED = [name for name in ARCHITECTURES if name in ("sm_90", "sm_100")]
 built = pytest.mark.skipif(
     not (LIBRARY.exists() or ANEW) or cuobjdump() is None, reason="needs the CUDA library and cuobjdump"
 )
+
+Functions = dict[str, list[Instruction]]
 
 IN_FLIGHT = 4  # vectors of 16 bytes: kInFlight in csrc/cuda/logprob_entropy.cu
 PER_VECTOR = {"bfloat16": 8, "float16": 8, "float": 4}
@@ -86,8 +87,14 @@ def library() -> Path:
     return compiled_anew() if ANEW else LIBRARY
 
 
-def ours(names: dict[str, object]) -> list[str]:
-    return [name for name in names if "d3s" in name and "cub" not in name]
+@pytest.fixture(params=[pytest.param(name, marks=built) for name in DETAILED])
+def architecture(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def functions(architecture: str) -> Functions:
+    return kernels(library(), architecture)
 
 
 def mangled(kernel: str, dtype: str, aligned: bool) -> str:
@@ -105,7 +112,7 @@ def find(names: dict[str, object], part: str) -> str:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(architecture: str) -> None:
     found = resources(library(), architecture)
-    table = {name: found[name] for name in ours(found)}
+    table = {name: used for name, used in found.items() if "d3s" in name and "cub" not in name}
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
@@ -134,61 +141,55 @@ def test_blocks_fit_beside_each_other(architecture: str) -> None:
             assert max(many) * threads <= REGISTERS
 
 
-def entropy_loop(architecture: str, kernel: str, dtype: str, aligned: bool = True) -> list[Instruction]:
-    functions = kernels(library(), architecture)
+def entropy_loop(functions: Functions, kernel: str, dtype: str, aligned: bool = True) -> list[Instruction]:
     code = functions[find(functions, mangled(kernel, dtype, aligned))]
     elements = IN_FLIGHT * PER_VECTOR[dtype]
     innermost = min((loop for loop in loops(code) if exponentials(loop) >= elements), key=len)
     return shortest_way(innermost)
 
 
+def count(code: list[Instruction], opcode: str) -> int:
+    return sum(re.match(opcode, step.opcode) is not None for step in code)
+
+
 def exponentials(code: list[Instruction]) -> int:
-    return sum(instruction.opcode == "MUFU.EX2" for instruction in code)
+    return count(code, r"MUFU\.EX2$")
 
 
 def loads(code: list[Instruction]) -> list[str]:
     return [instruction.opcode for instruction in code if instruction.opcode.startswith("LDG")]
 
 
-@built
 @pytest.mark.parametrize("dtype", PER_VECTOR)
 @pytest.mark.parametrize("kernel", FORWARD)
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_the_loop_over_logits(architecture: str, kernel: str, dtype: str) -> None:
-    way = entropy_loop(architecture, kernel, dtype)
+def test_the_loop_over_logits(architecture: str, functions: Functions, kernel: str, dtype: str) -> None:
+    way = entropy_loop(functions, kernel, dtype)
     elements = IN_FLIGHT * PER_VECTOR[dtype]
-    print(
-        f"{architecture} {kernel} {dtype}: {len(way)} instructions for {elements} elements, {len(way) / elements:.2f}"
-    )
+    print(f"{architecture} {kernel} {dtype}: {len(way) / elements:.2f} instructions for each of {elements} elements")
     assert len(way) <= MOST_INSTRUCTIONS[architecture][dtype] * elements
     assert exponentials(way) == elements + 1  # one for each element, and one to rescale the sums
     assert len(loads(way)) == IN_FLIGHT
     assert all(".128" in opcode for opcode in loads(way))
-    assert not [instruction for instruction in way if re.match("BAR|SHFL|LDL|STL|ATOM|MEMBAR", instruction.opcode)]
+    assert not count(way, "BAR|SHFL|LDL|STL|ATOM|MEMBAR")
     # With packed arithmetic, one instruction computes the distances of two neighbours, and one computes the two terms
     # of an element. Each eight elements have a sum of their own. All of these sums except one take one more product and
     # one more addition.
-    packed = Counter(instruction.opcode for instruction in way if instruction.opcode in ("FADD2", "FMUL2", "FFMA2"))
+    packed = [count(way, f"{opcode}$") for opcode in ("FADD2", "FMUL2", "FFMA2")]
     more = elements // 8 - 1
-    of_group = {"FADD2": elements // 2 + more, "FMUL2": elements // 2 + 1 + more, "FFMA2": elements - more}
-    assert packed == (of_group if architecture == "sm_100" else {})
+    of_group = [elements // 2 + more, elements // 2 + 1 + more, elements - more]
+    assert packed == (of_group if architecture == "sm_100" else [0, 0, 0])
 
 
-@built
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_misaligned_rows_are_read_in_wide_loads_too(architecture: str) -> None:
-    way = entropy_loop(architecture, "whole_rows", "bfloat16", aligned=False)
+def test_misaligned_rows_are_read_in_wide_loads_too(architecture: str, functions: Functions) -> None:
+    way = entropy_loop(functions, "whole_rows", "bfloat16", aligned=False)
     print(f"{architecture} whole_rows bfloat16, misaligned: {len(way) / 32:.2f} instructions for an element")
     assert loads(way)
     assert all(".128" in opcode for opcode in loads(way))
     assert len(way) <= 13 * 32  # an H200 has time for more
 
 
-@built
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_the_loop_of_the_backward(architecture: str) -> None:
+def test_the_loop_of_the_backward(architecture: str, functions: Functions) -> None:
     """Rows are aligned or misaligned. A copy at 4.3 TB/s leaves time for some 27 instructions for an element."""
-    functions = kernels(library(), architecture)
     for aligned, most in ((True, 9), (False, 13)):
         code = functions[find(functions, mangled("write_gradients", "bfloat16", aligned))]
         loop = min((loop for loop in loops(code) if exponentials(loop) >= 32), key=len)
@@ -198,17 +199,14 @@ def test_the_loop_of_the_backward(architecture: str) -> None:
         assert exponentials(loop) == 32  # that of the label is outside of the loop
         assert len(loads(loop)) == (1 if aligned else 2) * IN_FLIGHT
         assert all(".128" in opcode for opcode in loads(loop))
-        assert not [instruction for instruction in loop if re.match("BAR|SHFL|LDL|STL", instruction.opcode)]
+        assert not count(loop, "BAR|SHFL|LDL|STL")
 
 
-@built
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_the_loop_of_the_backward_in_half_precision(architecture: str) -> None:
+def test_the_loop_of_the_backward_in_half_precision(architecture: str, functions: Functions) -> None:
     """A step reads all its logits before its one barrier, and writes after it.
 
     The reads do not use the cache for read-only memory. The 6 bytes of an element leave time for some 40 instructions.
     """
-    functions = kernels(library(), architecture)
     code = functions[find(functions, "16narrow_gradientsINS_8bfloat16E")]
     loop = min((loop for loop in loops(code) if exponentials(loop) >= 16), key=len)
     print(f"{architecture} narrow_gradients bfloat16: at most {len(loop) / 16:.2f} instructions for an element")
@@ -218,19 +216,12 @@ def test_the_loop_of_the_backward_in_half_precision(architecture: str) -> None:
     assert not [opcode for opcode in loads(loop) if "CONSTANT" in opcode]
 
 
-def is_wide(opcode: str) -> bool:
-    return opcode.endswith(".128.CONSTANT")
-
-
-@built
 @pytest.mark.parametrize(("kernel", "vectors"), [("place_logits", 8), ("sum_rows", 8), ("sum_tokens", 4)])
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_the_loops_over_kept_rows(architecture: str, kernel: str, vectors: int) -> None:
+def test_the_loops_over_kept_rows(architecture: str, functions: Functions, kernel: str, vectors: int) -> None:
     """So many vectors are in flight before the first is used; one of them may be loaded a little later."""
-    functions = kernels(library(), architecture)
     (name, *_) = (name for name in functions if re.search(f"kept_products_cu.*{kernel}INS_8bfloat16E", name))
-    wide = {len(loop): loop for loop in loops(functions[name]) if sum(map(is_wide, loads(loop))) >= vectors}
-    loop = wide[min(wide)]
+    wide = [loop for loop in loops(functions[name]) if count(loop, r"LDG.*\.128\.CONSTANT$") >= vectors]
+    loop = min(wide, key=len)
     order = [found.group() for step in loop if (found := re.match(r"LDG\.E\.128|FFMA|BAR|LDL|STL", step.opcode))]
     print(f"{architecture} {kernel} bfloat16: {resources(library(), architecture)[name].registers} registers")
     assert order.count("LDG.E.128") == vectors
@@ -238,17 +229,14 @@ def test_the_loops_over_kept_rows(architecture: str, kernel: str, vectors: int) 
     assert set(order) == {"LDG.E.128", "FFMA"}
 
 
-@built
 @pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_the_sums_of_sequences_load_in_vectors(architecture: str, groups: bool) -> None:
+def test_the_sums_of_sequences_load_in_vectors(architecture: str, functions: Functions, groups: bool) -> None:
     """Two vectors of both log-probabilities are in flight before the first token is added up.
 
     With the mask, these are 72 bytes for each thread. When each token waited for its own mask, the ratios took 2.7
     times as long as a copy. When each token was compared with four groups, this took 51 instructions, and an H200 took
     21.6 us. A sequence without groups took 14.1 us.
     """
-    functions = kernels(library(), architecture)
     code = functions[find(functions, f"15whole_sequencesILb{int(groups)}E")]
     loop = min((loop for loop in loops(code) if count(loop, r"F2F\.F64\.F32$") >= 8), key=len)
     order = [found.group() for step in loop if (found := re.match("LDG|F2F|BAR|LDL|STL", step.opcode))]
@@ -262,12 +250,9 @@ def test_the_sums_of_sequences_load_in_vectors(architecture: str, groups: bool) 
 IN_BLOCKS = [f"15select_segmentsILb0ELb0ELi{fours}EEEvNS_6Scores" for fours in (2, 4)]  # short segments, longer ones
 
 
-@built
 @pytest.mark.parametrize("kernel", IN_BLOCKS)
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_later_digits_of_top_k_are_counted_without_branches(architecture: str, kernel: str) -> None:
+def test_later_digits_of_top_k_count_without_branches(architecture: str, functions: Functions, kernel: str) -> None:
     """With a branch, a key took 11 instructions. 512 x 8,192 scores took 14.1 us on an H200, instead of 12.9 us."""
-    functions = kernels(library(), architecture)
     code = functions[find(functions, kernel)]
     passes = [loop for loop in loops(code) if count(loop, "ATOMS") == 4 and not loads(loop)]
     print(f"{architecture} select_segments: {[len(loop) / 4 for loop in passes]} instructions for a key")
@@ -277,31 +262,21 @@ def test_later_digits_of_top_k_are_counted_without_branches(architecture: str, k
         assert not any(step.opcode.startswith("B") for step in loop[:-1])
 
 
-@built
 @pytest.mark.parametrize("kernel", IN_BLOCKS)
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_a_mask_is_written_without_the_code_for_ties(architecture: str, kernel: str) -> None:
+def test_a_mask_is_written_without_the_code_for_ties(architecture: str, functions: Functions, kernel: str) -> None:
     """With that code, four keys take 47 instructions, and 512 x 8,192 scores 13.4 us on an H200, instead of 12.9 us."""
-    functions = kernels(library(), architecture)
     writing = [loop for loop in loops(functions[find(functions, kernel)]) if count(loop, "STG.E$") == 2]
     (loop,) = (loop for loop in writing if count(loop, "LDS.128") == 2 and not count(loop, "VOTE"))
     print(f"{architecture} the mask: {len(shortest_way(loop)) / 8:.1f} instructions for a key")
     assert len(shortest_way(loop)) <= 8 * 8.5
 
 
-@built
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_all_searches_of_a_merge_load_at_once(architecture: str, last: bool) -> None:
+def test_all_searches_of_a_merge_load_at_once(architecture: str, functions: Functions, last: bool) -> None:
     """nvcc had made each load wait for the last one. With that, and longer runs, a pool took 10 us more on an H200."""
-    functions = kernels(library(), architecture)
     (loop,) = loops(functions[find(functions, f"10merge_runsILb{int(last)}E")])
     order = [step.opcode for step in loop if re.match(r"LDG|ISETP.*U32.*\.EX", step.opcode)]
     assert [opcode.startswith("LDG") for opcode in order] == [True] * 16 + [False] * 16
-
-
-def count(code: list[Instruction], opcode: str) -> int:
-    return sum(re.match(opcode, step.opcode) is not None for step in code)
 
 
 # The number of stores of 16 bytes in the kernels, for rows in half precision and for rows in float32, where each vector
@@ -310,11 +285,8 @@ def count(code: list[Instruction], opcode: str) -> int:
 STORES = {"sum_rows": (1, 2), "finish_rows": (1, 2), "join_tokens": (1, 2), "sum_tokens": (6, 12)}
 
 
-@built
 @pytest.mark.parametrize("kernel", STORES)
-@pytest.mark.parametrize("architecture", DETAILED)
-def test_sums_are_written_in_vectors(architecture: str, kernel: str) -> None:
-    functions = kernels(library(), architecture)
+def test_sums_are_written_in_vectors(architecture: str, functions: Functions, kernel: str) -> None:
     for out, wide in zip(("S[0-9]_", "f"), STORES[kernel], strict=True):
         element = "INS_(8bfloat16|7float16)E"
         names = [name for name in functions if re.search(rf"kept_products_cu.*\d{kernel}{element}{out}E", name)]

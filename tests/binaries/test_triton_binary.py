@@ -103,6 +103,8 @@ def launches(case: str, warp_size: int = 32) -> list[Launch]:
 
 def machine_code(launch: Launch, architecture: str, folder: Path) -> tuple[list[Instruction], Resources, int]:
     """The instructions of a kernel, its resources, and its bytes of shared memory."""
+    if cuobjdump() is None:
+        pytest.skip("needs cuobjdump")
     path = folder / f"{architecture}.cubin"
     compiled = launch.compile(NVIDIA[architecture])
     path.write_bytes(compiled.asm["cubin"])
@@ -116,7 +118,6 @@ def opcodes(code: list[Instruction], pattern: str) -> list[str]:
     return [instruction.opcode for instruction in code if re.match(pattern, instruction.opcode)]
 
 
-@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("case", NVIDIA_CASES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
@@ -126,11 +127,8 @@ def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
         print(f"{architecture} {launch.name}: {used.registers} registers, {warps} warps, {shared} bytes shared")
         # On sm_80, Triton 3.6 spills four words in parts, since it takes no more than 64 registers. With 256 rollouts,
         # Triton 3.9 spills two words. On sm_100, it spills two words if a thread has 32 values.
-        spilling = {
-            "select_top of 8192": 8,
-            f"select_top_in_parts of {topk_mask.PART}": 16,
-            "select_most_varied of 256": 8,
-        }
+        parts = f"select_top_in_parts of {topk_mask.PART}"
+        spilling = {"select_top of 8192": 8, parts: 16, "select_most_varied of 256": 8}
         allowed = spilling.get(f"{launch.name} of {launch.arguments.get('SIZE')}", 0)
         assert used.stack <= allowed, launch
         assert used.local == 0, launch
@@ -144,7 +142,6 @@ def main_loop(launch: Launch, architecture: str, elements: int, folder: Path) ->
     return next(loop for loop in loops(code) if len(opcodes(loop, r"MUFU\.EX2")) >= elements)
 
 
-@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("dtype", VECTOR, ids=str)
 @pytest.mark.parametrize("architecture", ["sm_90", slow("sm_100", shows="its loop")])
 def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -160,7 +157,6 @@ def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: P
     assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 64  # four programs fit
 
 
-@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 def test_misaligned_rows(tmp_path: Path) -> None:
     """Elements are loaded one by one. This takes more instructions, but fewer than an H200 has time for."""
     reduce_slices, _ = launches("forward, misaligned")
@@ -170,7 +166,6 @@ def test_misaligned_rows(tmp_path: Path) -> None:
     assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL")
 
 
-@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("dtype", VECTOR, ids=str)
 def test_the_loop_of_the_backward(dtype: torch.dtype, tmp_path: Path) -> None:
     """A copy at 4.3 TB/s leaves time for some 27 instructions for an element."""
@@ -185,7 +180,6 @@ def test_the_loop_of_the_backward(dtype: torch.dtype, tmp_path: Path) -> None:
         assert all(".128" in opcode for opcode in found)
 
 
-@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 def test_the_search_for_a_bound(tmp_path: Path) -> None:
     """A guess takes one comparison and one addition for each value. All programs for 512 rows run in one wave."""
     launch, *_ = launches("top of 8192")

@@ -20,11 +20,11 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from disassembly import cuobjdump
 from helpers import EVERYTHING
 from test_build import allowed_shims
 
@@ -79,10 +79,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if GIVEN:
         return Path(GIVEN).resolve()
     needed = [name for name in ("pip", "scikit_build_core", "pybind11") if importlib.util.find_spec(name) is None]
-    if needed:
-        pytest.skip(f"needs {', '.join(needed)} to build a wheel")
-    if not os.access(ROOT, os.W_OK):
-        pytest.skip("needs to write to build/")
+    if needed or not os.access(ROOT, os.W_OK):
+        pytest.skip(f"needs {', '.join(needed) or 'to write to build/'} to build a wheel")
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, TOOL, "set-up" if PACKED else toolkit(), "--out", out]
     built = subprocess.run(command, capture_output=True, text=True)
@@ -309,17 +307,6 @@ def test_the_cuda_library_asks_for_torch_as_a_whole(binaries: dict[str, Binary])
     assert "libtorch.so" in binaries["_cuda"].needed
 
 
-def cuobjdumps() -> Iterator[str]:
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc")
-    places = [f"{home}/bin"] if home else []
-    places += [str(Path(nvcc).resolve().parent)] if nvcc else []
-    places += map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
-    for place in [*places, None]:
-        if found := shutil.which("cuobjdump", path=place):
-            yield found
-
-
 @pytest.fixture
 def costs(wheel: Path) -> dict[str, int]:
     """The size of the code for each architecture, as tools/wheel.py reports it."""
@@ -349,7 +336,7 @@ def test_it_is_below_five_megabytes(wheel: Path, local_version: str) -> None:
 @pytest.mark.skipif(PACKED, reason="make test-all: all architectures are compiled for a wheel alone")
 @pytest.mark.usefixtures("needs_cuda")
 def test_it_holds_all_architectures(unpacked: Path) -> None:
-    tool = next(cuobjdumps(), None)
+    tool = cuobjdump()
     if tool is None:
         pytest.skip("needs cuobjdump")
     library = unpacked / "_cuda.so"
@@ -416,9 +403,8 @@ def test_another_toolkit_is_refused(fake_toolkit: Path, asked: str, named: str) 
 
 
 def test_a_missing_nvcc_is_named(tmp_path: Path) -> None:
-    assert "CUDA=13.0, but there is no nvcc in PATH: set CUDA_HOME to a 13.0 toolkit, or say CUDA=none" in refused(
-        "13.0"
-    )
+    said = "CUDA=13.0, but there is no nvcc in PATH: set CUDA_HOME to a 13.0 toolkit, or say CUDA=none"
+    assert said in refused("13.0")
     assert f"no nvcc in {tmp_path}/bin (CUDA_HOME)" in refused("13.0", CUDA_HOME=str(tmp_path))
     assert f"no nvcc in {tmp_path}/nvcc (CUDACXX)" in refused("13.0", CUDACXX=f"{tmp_path}/nvcc")
 

@@ -22,10 +22,8 @@ def wheels(tmp_path: Path) -> Path:
     for version in NAMES:
         info = f"d3s_kernels-{version}.dist-info"
         with zipfile.ZipFile(folder / f"d3s_kernels-{version}-py3-none-any.whl", "w") as file:
-            file.writestr(
-                f"{info}/METADATA",
-                f"Metadata-Version: 2.1\nName: d3s_kernels\nVersion: {version}\nRequires-Python: >=3.10\n",
-            )
+            metadata = f"Metadata-Version: 2.1\nName: d3s_kernels\nVersion: {version}\nRequires-Python: >=3.10\n"
+            file.writestr(f"{info}/METADATA", metadata)
             file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             file.writestr(f"{info}/RECORD", "")
     return folder

@@ -13,17 +13,17 @@ from .table import OPS
 
 
 def served_by(*by: ServedBy) -> set[str]:
-    """Returns the names of the ops whose ``served_by`` in the table is one of the given values."""
+    """The names of the ops whose ``served_by`` in the table is one of these."""
     return {name for name, row in OPS.items() if row.served_by in by}
 
 
 def replaced() -> set[str]:
-    """Returns the names of the ops whose CPU kernel has been replaced by another kernel."""
+    """The names of the ops whose CPU kernel another one has replaced."""
     return {op for op in registered() if "CPU (inactive)" in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
 
 
 def require_all(what: str, found: Iterable[str], expected: Iterable[str]) -> None:
-    """Raises an AssertionError unless ``found`` and ``expected`` contain the same ops."""
+    """Raises unless ``found`` and ``expected`` have the same ops."""
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)

@@ -25,16 +25,12 @@ SPECIAL = (math.inf, -math.inf, math.nan)
 
 
 class Draw:
-    """Draws the arguments of a call. All arguments are computed from integers, which are recorded in ``choices``.
+    """Draws the arguments of a call, with rows and segments of at most ``most``. All are computed from integers, which
+    are recorded in ``choices``.
 
-    The integers are either drawn with the seed, or taken from the given ``choices``. If ``choices`` has too few
-    integers, each further integer is the lowest possible one, which always means the simplest argument. So a failing
-    call becomes simpler if its choices become smaller or fewer.
-
-    Args:
-        seed: the seed of the choices.
-        most: the maximum length of a row or a segment.
-        choices: the choices of another draw, to draw the same arguments again.
+    The integers are drawn with the seed, or taken from the given ``choices`` of another draw. Where those are too few,
+    an integer is the lowest possible one, which always means the simplest argument. So a failing call becomes simpler
+    if its choices become smaller or fewer.
     """
 
     def __init__(self, seed: int = 0, *, most: int = 40, choices: Sequence[int] | None = None) -> None:
@@ -69,9 +65,7 @@ class Draw:
         return self.choice((None, value))
 
     def length(self, low: int = 0, high: int | None = None) -> int:
-        """Draws a length. Small and large lengths are equally likely. Many lengths are a power of two, or differ from
-        it by one.
-        """
+        """Small and large lengths are equally likely, and many are a power of two, or differ from it by one."""
         high = self.most if high is None else min(high, self.most)
         size = 1 << self.integer(0, max(high, 1).bit_length())
         value = size + self.integer(-1, 1) if self.flag() else self.integer(0, size)
@@ -84,9 +78,7 @@ class Draw:
         return max(1, max(8 * self.most, ROOM) // max(1, elements))
 
     def rows(self, columns: int, least_dims: int = 0) -> tuple[int, ...]:
-        """Draws up to two leading dimensions for a tensor whose rows have ``columns`` elements. The total number of
-        elements is limited.
-        """
+        """Up to two leading dimensions of a tensor whose rows have ``columns`` elements; few enough for its size."""
         most = max(1, 8 * self.most // max(1, columns))
         dims = self.integer(least_dims, max(least_dims, 2))
         if dims == 0:
@@ -99,9 +91,7 @@ class Draw:
         return max(columns, 8 * self.most // MOST_ROWS)
 
     def offsets(self, columns: int = 1) -> Tensor:
-        """Draws the offsets of up to six ragged segments, some of which are empty. A segment consists of rows, each
-        with ``columns`` elements.
-        """
+        """The offsets of up to six segments, some of them empty, of rows that have ``columns`` elements each."""
         lengths, left = [], max(1, 8 * self.most // max(1, columns))
         for _ in range(self.integer(0, 6)):
             lengths.append(self.length(0, left))
@@ -124,9 +114,7 @@ class Draw:
         return torch.Generator().manual_seed(self.integer(0, 2**31))
 
     def laid_out(self, tensor: Tensor, turned: bool = True) -> Tensor:
-        """Returns the same values in a random layout: packed, misaligned, with gaps between rows, or (if ``turned``)
-        transposed.
-        """
+        """The same values packed, misaligned, with gaps between rows, or (if ``turned``) transposed."""
         layout = self.choice(("packed", "packed", "misaligned", "apart", "turned"))
         if layout == "turned" and turned and tensor.dim() >= 2:
             tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -149,9 +137,7 @@ class Draw:
         special: Sequence[float] = SPECIAL,
         turned: bool = True,
     ) -> Tensor:
-        """Draws normally distributed values, or a few distinct values with ties. Sometimes replaces some of them by
-        special values.
-        """
+        """Normally distributed values, or few distinct ones with ties; some of them may be special ones."""
         generator = self.generator()
         values = torch.randn(shape, generator=generator)
         if self.flag():
@@ -168,9 +154,7 @@ class Draw:
         return self.laid_out(torch.rand(shape, generator=self.generator()) < share)
 
     def logits(self, columns: int, least_dims: int = 0) -> Tensor:
-        """Draws logits like a model's. In some rows, the logit of one token is far above the others. In some rows, all
-        logits are far from 0.
-        """
+        """Logits like a model's: in some rows one token is far above the others, and in some all are far from 0."""
         generator, shape = self.generator(), (*self.rows(self.wide(columns), least_dims), columns)
         logits = torch.randn(shape, generator=generator) * self.choice((3.0, 0.1, 30.0))
         flat = logits.view(-1, columns)
@@ -200,8 +184,8 @@ class Draw:
         bound: bool = True,
         optional: bool = True,
     ) -> dict[str, Any]:
-        """Draws the arguments of a sampling mask. A span may have one token, all tokens, or no token, and is unsorted.
-        If ``optional``, there is often no sampling mask. If ``bound``, ``max_dense_rows`` is sometimes too small.
+        """The arguments of a sampling mask. An unsorted span has one, some, all or no tokens. If ``optional``, there is
+        often no sampling mask. If ``bound``, ``max_dense_rows`` is sometimes too small.
         """
         if optional and self.flag():
             return {}
@@ -228,9 +212,7 @@ class Draw:
         }
 
     def number_or_tensor(self, value: float, name: str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-        """Draws one of the two arguments that an op has for the same value: ``name``, a Python number, or
-        ``name_tensor``, a tensor.
-        """
+        """One of an op's two arguments for a value: ``name``, a Python number, or ``name_tensor``, a tensor."""
         tensor = torch.tensor(value, dtype=self.choice(dtypes))
         return self.choice(({name: value}, {f"{name}_tensor": tensor}))
 

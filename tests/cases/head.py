@@ -22,9 +22,7 @@ _RULES = _exact.FUNCTIONS["linear_logprob_entropy"]
 
 
 def _rule(name: str) -> Allowed:
-    """Returns the rule for the allowed error of the head's result or gradient ``name``. (tests/test_head.py has a
-    tighter rule.)
-    """
+    """The allowed error of the head's result or gradient ``name``. (tests/test_head.py has a tighter rule.)"""
     rule = {**_RULES.results, **_RULES.gradients}[name]
     return lambda exact, arguments: rule(exact, with_incoming("linear_logprob_entropy", arguments))
 
@@ -48,9 +46,7 @@ def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """Computes the results of the public function. The op has two more results. They are not compared, because they
-    matter only for the gradient, which is compared.
-    """
+    """The results of the public function. The op's two others matter only for the gradient, which is compared."""
     return *public("linear_logprob_entropy")(**given), None, None
 
 
@@ -110,9 +106,7 @@ def _kept(draw: Draw) -> Arguments:
 
 
 def _near_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Returns the allowed error of a product: some rounding steps, in float32 and in the logits' dtype, of a value as
-    large as the sum of the terms' magnitudes.
-    """
+    """Some rounding steps, in float32 and in the logits' dtype, of the sum of the terms' magnitudes."""
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
     terms = float((hidden @ weight.T).max()) if len(hidden) and len(weight) else 0.0
     if arguments.get("bias") is not None and len(weight):
@@ -130,7 +124,7 @@ def kept_logits(draw: Draw) -> Arguments:
 
 
 def _gradient_of_places(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Returns the allowed error of a gradient of logits, including some rounding steps for a soft cap's slope."""
+    """Of a gradient of logits, with some rounding steps for a soft cap's slope."""
     temperature = torch.as_tensor(public_arguments("entropy", arguments).get("temperature", 1.0))
     coldest = float(temperature.min()) if temperature.numel() else 1.0
     given = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
@@ -147,9 +141,7 @@ def kept_logits_backward(draw: Draw) -> Arguments:
 
 
 def _near_sum(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Returns the allowed error of a sum: some float32 rounding steps of a value as large as the sum of the terms'
-    magnitudes, and some rounding steps of the total in the dtype of ``out``.
-    """
+    """Some float32 rounding steps of the sum of the terms' magnitudes, and some of the total in ``out``'s dtype."""
     matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
     most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1 is the factor of the bias
     limit = 2**-21 * most * arguments["grad"].double().abs().sum() * torch.ones(exact.shape)
@@ -157,9 +149,9 @@ def _near_sum(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
 
 
 def _places(draw: Draw) -> Arguments:
-    """Draws hidden states, a weight, and places, the entries of the flat list of kept logits: place i belongs to row
-    ``rows[i]`` and token ``tokens[i]``. First come the places of the kept tokens of all rows, then one place for each
-    row's label. A place without a gradient has the row -1.
+    """Hidden states, a weight, and places, the entries of the flat list of kept logits: place i is of row ``rows[i]``
+    and token ``tokens[i]``. The kept tokens of all rows come first, then each row's label. A place without a gradient
+    has the row -1.
     """
     width = draw.length(1)
     vocabulary = draw.length(1, draw.room(width))

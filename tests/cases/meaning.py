@@ -1,9 +1,9 @@
 """Computes the exact results of the ops.
 
-For public functions, ``reference.py`` defines the exact results. Other ops are steps of these functions. The exact
-results of a step are what plain PyTorch computes in float64: the kernels of ``d3s_kernels/_torch`` share no code with
-the compiled libraries and with Triton. If plain PyTorch itself is under test, a step is compared with its own code,
-which proves nothing. But these tests compare the ops that consist of the steps with ``reference.py``:
+For public functions, ``reference.py`` defines them. Other ops are steps of these functions: what plain PyTorch computes
+in float64, since ``d3s_kernels/_torch`` shares no code with the compiled libraries and with Triton. If plain PyTorch
+itself is under test, a step is compared with its own code, which proves nothing. But these tests compare the ops that
+consist of the steps with ``reference.py``:
 
     states, finish, backward      test_softmax_state.py, test_logprob_entropy.py, test_head.py
     ops for only kept tokens      test_sampling_masks.py, test_sampling_masks_head.py
@@ -41,9 +41,7 @@ def _wide(part: Any) -> Any:
 
 
 def step(op: str, wide: bool = False) -> Callable[..., Any]:
-    """Returns a function that computes the op in plain PyTorch, in float64 if ``wide``. Its results are the arguments
-    that the op writes in place, followed by the results of the op.
-    """
+    """The op in plain PyTorch, in float64 if ``wide``: the arguments that the op writes, and then its results."""
     kernel, written, arguments = _torch.KERNELS[op], written_arguments(op), schema_of(op).arguments
 
     def call(**given: Any) -> Any:
@@ -76,14 +74,12 @@ def _in_float64(kernel: Callable[..., Any], known: dict[str, Any]) -> Any:
 
 
 def public(name: str) -> Callable[..., Any]:
-    """Returns a function that takes the arguments of an op, and calls the function ``name`` of ``reference.py``."""
+    """The function ``name`` of ``reference.py``, which takes the arguments of an op."""
     return lambda **given: getattr(reference, name)(**public_arguments(name, given))
 
 
 def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts an op's arguments to arguments of the public function ``name``. For instance, ``ratio`` and
-    ``ratio_tensor`` become one argument, and ``pooled`` becomes ``scope``.
-    """
+    """An op's arguments as those of the public function ``name``, where ``ratio`` and ``ratio_tensor`` are one."""
     takes = inspect.signature(getattr(reference, name)).parameters
     tensors = {name: value for name, value in given.items() if name.endswith("_tensor") and value is not None}
     merged = dict(given) | {name.removesuffix("_tensor"): value for name, value in tensors.items()}
@@ -98,5 +94,5 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_incoming(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result of :func:`public_arguments` and the incoming gradients, grad_logprob and grad_entropy."""
+    """The arguments of the public function, and the incoming gradients, grad_logprob and grad_entropy."""
     return public_arguments(name, arguments) | {name: arguments.get(name) for name in ("grad_logprob", "grad_entropy")}

@@ -17,9 +17,7 @@ from .tokens import number, segmented, with_rule
 
 @op(public("group_advantages"), results=_exact.FUNCTIONS["group_advantages"].results)
 def group_advantages(draw: Draw) -> Arguments:
-    """Draws rewards and their offsets. Sometimes all finite rewards are equal except for rounding: each is either 1, or
-    the next lower number of the dtype.
-    """
+    """Sometimes all finite rewards are equal but for rounding: each is 1, or the next lower number of the dtype."""
     given = segmented(draw, "rewards", dtypes=(*FLOATS, torch.float64))
     rewards = given["rewards"]
     if draw.integer(0, 2) == 2:

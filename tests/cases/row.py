@@ -1,5 +1,5 @@
-"""The rows of the table of ops. For each op, a file of this folder has a function that draws the op's arguments. The
-function's decorator says how the exact results are computed.
+"""The rows of the table of ops. For each op, a file of this folder has a function that draws the op's arguments, whose
+decorator says how the exact results are computed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ def op(
 ) -> Callable[[DrawArguments], DrawArguments]:
     """A decorator for a function that draws an op's arguments. It puts the op with the function's name into the table.
 
-    Args:
-        means: computes the exact results from the same arguments.
-        equals: the names of the results that must equal the exact results. The op returns them after the results in
-            ``results``.
-        results, gradients, from_found: as in ``_exact.Row``.
-        served_by: as in :class:`Row`.
+    ``means`` computes the exact results from the same arguments. ``equals`` names the results that must equal them; the
+    op returns them after those in ``results``. The others are the attributes of :class:`Row`.
     """
 
     def add(draw_some: DrawArguments) -> DrawArguments:
@@ -72,15 +68,13 @@ def op(
 
 
 def _drawn_for(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
-    """Draws arguments, and returns only those that the op takes: several ops may share a function that draws more."""
+    """Only the arguments that the op takes: several ops may share a function that draws more."""
     takes = argument_names(name)
     return {argument: part for argument, part in draw_some(draw).items() if argument in takes}
 
 
 def differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
-    """Sometimes makes the named tensors require a gradient. A tensor with NaN or +inf never does, since the gradient
-    would be NaN.
-    """
+    """Sometimes the named tensors require a gradient; none with NaN or +inf does, as the gradient would be NaN."""
     for name in names:
         tensor = arguments.get(name)
         if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():

@@ -1,10 +1,8 @@
-"""The table of ops. It has each op of ``csrc/library.cpp`` once, with a function that draws the arguments, a function
-that computes the exact results, and the allowed errors.
+"""The table of ops: each op of ``csrc/library.cpp`` once, how its arguments are drawn, its exact results, and the
+allowed errors. ``FUNCTIONS`` is the same for the public functions, of which most are one op, and some several.
 
-This table is used by ``tests/test_table.py``, the fuzzer, torch's opcheck, the emulated and the GPU suites, and both
-sanitizer runs. Each of them runs all ops of the table that it can run. A test fails if an op is missing here.
-``FUNCTIONS`` is a table of the public functions, with rows of the same kind. Most functions are one op; some consist of
-several ops.
+``tests/test_table.py``, the fuzzer, torch's opcheck, the emulated and the GPU suites, and both sanitizer runs each run
+all ops of the table that they can run. A test fails if an op is missing here.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ def _public(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
     return public_arguments(name, draw_some(draw))
 
 
-# The functions that draw the arguments of public functions. A public function that is not listed here has the arguments
-# of the op with the same name.
+# What draws the arguments of public functions; of one that is not listed, they are those of the op of the same name.
 _DRAWN: Mapping[str, DrawArguments] = {
     "entropy": vocabulary.rows_of_logits,
     "logprob_entropy": lambda draw: vocabulary.with_labels(draw, vocabulary.rows_of_logits(draw)),

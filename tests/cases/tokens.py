@@ -53,8 +53,7 @@ def with_rule(draw: Draw, given: Arguments, rule: str) -> Arguments:
 def _topk_mask(pooled: bool = False, **given: Any) -> Tensor:
     if not pooled:
         return public("topk_mask")(**given)
-    # All segments are pooled into one. ``k`` is the number of tokens per segment, so it is multiplied by the number of
-    # segments.
+    # All segments are pooled into one. ``k`` tokens of each segment are as many times that together.
     scores, mask, offsets = given["scores"], given.get("mask"), given.get("offsets")
     options = public_arguments("topk_mask", given) | {"scores": scores.flatten(), "offsets": None}
     options["mask"] = None if mask is None else mask.flatten()
@@ -82,7 +81,7 @@ def select_tokens(draw: Draw) -> Arguments:
 
 
 def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
-    """Draws the arguments of the public function select_tokens, with the given rule, or with a random rule."""
+    """The arguments of the public function select_tokens, with the given rule, or with a random one."""
     rule = rule or draw.choice(reference.TOKEN_RULES)
     given = with_rule(draw, public_arguments("select_tokens", select_tokens(draw)), rule)
     # This rule takes the quantile over the whole batch, and does not keep an exact number of tokens.
@@ -143,9 +142,7 @@ def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
 
 
 def _counts(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Returns the allowed errors of the counts: 0, except for the digit value 0. Masked values have the key 0 and may
-    be counted there, since no search reaches this key.
-    """
+    """0, except for the digit value 0: masked values have the key 0 and may be counted, as no search reaches it."""
     limit = torch.zeros(exact.shape, dtype=torch.float64)
     limit[:, 0] = int((arguments["keys"] == 0).sum())
     return limit

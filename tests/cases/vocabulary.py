@@ -28,9 +28,7 @@ def gradient_of_logits(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
 
 
 def _states(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Returns the allowed errors of states (m, S, T, the label's logit). m and the label's logit are copies of logits,
-    so they must be exact.
-    """
+    """Of states (m, S, T, the label's logit): m and the label's logit are copies of logits, so they must be exact."""
     total, dot = exact[..., 1].abs(), exact[..., 2].abs()
     most = total.nan_to_num() + dot.nan_to_num()
     unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), math.inf)  # rows with NaN or infinity
@@ -56,9 +54,7 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
 
 
 def with_statistics(draw: Draw, given: Arguments) -> Arguments:
-    """Adds a forward's results, and random incoming gradients of log-probability and entropy. One of the two gradients
-    may be None; some values are 0.
-    """
+    """Adds a forward's results, and random incoming gradients; one of the two may be None, and some values are 0."""
     _, *found = step("logprob_entropy")(**given)
     given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
     shape, generator = given["entropy"].shape, draw.generator()
@@ -74,9 +70,7 @@ def detached(given: Arguments) -> Arguments:
 
 
 def alone(given: Arguments, logits: Tensor) -> Arguments:
-    """Replaces the logits by a flat list of the kept tokens' logits, only of tokens from ``first_token`` on. Elements
-    of the list that are not read are NaN.
-    """
+    """With a flat list of the kept tokens' logits, from ``first_token`` on; what is not read in it is NaN."""
     ids, rows, first = given["sampling_ids"], len(logits), given.get("first_token") or 0
     flat = torch.full((len(ids) + rows,), math.nan)
     for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
@@ -96,18 +90,14 @@ def _or_kept(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
 
 
 def _merged(rows: int, **tile: Any) -> Tensor:
-    """Returns the states (m, S, T, the label's logit) after one tile, or before the first tile if there is none;
-    float32 ``[rows, 4]``.
-    """
+    """The states (m, S, T, the label's logit) after one tile, or before the first one; float32 ``[rows, 4]``."""
     if "logits" in tile:
         return step("softmax_state_")(state=_merged(rows), **tile)[0]
     return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """Computes the results of the public function, and the maximum and log S, which the backward needs. With
-    ``kept_of``, all four results come from :func:`step`.
-    """
+    """The results of the public function, and the maximum and log S from :func:`step`; with ``kept_of`` all from it."""
     logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
     if given.get("kept_of") is None:
         if given.get("labels") is None:
@@ -117,7 +107,7 @@ def _meaning(**given: Any) -> tuple[Any, ...]:
 
 
 def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
-    """Sets the maximum of each row with NaN or infinity to NaN, because any maximum is right for such a row."""
+    """The maximum of a row with NaN or infinity becomes NaN, because any maximum is right for such a row."""
     return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from every_op import GPU, logits_like_a_models, nothing_waits, size
-from helpers import assert_same_bits
+from helpers import assert_same, assert_same_bits
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -77,8 +77,8 @@ def test_02_the_head_waits_for_nothing(max_rows: int | None, masked: bool) -> No
     """A failure: with a sampling mask, a bound on rows takes the host to the device or back, and breaks a graph."""
     generator = torch.Generator().manual_seed(2)
     spans = [torch.randperm(1000, generator=generator)[: 2 + row % 40] for row in range(64)]
-    kept = d3s.SamplingMask.from_lists([span.tolist() for span in spans])
-    kept = d3s.SamplingMask(kept.token_ids.to(GPU), kept.offsets.to(GPU))
+    lists = d3s.SamplingMask.from_lists([span.tolist() for span in spans])
+    kept = d3s.SamplingMask(lists.token_ids.to(GPU), lists.offsets.to(GPU))
     labels = torch.stack([span[0] for span in spans]).to(GPU)
     hidden, weight = (torch.randn(n, 64, generator=generator).to(GPU).requires_grad_() for n in (64, 1000))
     counted = torch.ones(64, dtype=torch.bool, device=GPU) if masked else None
@@ -92,12 +92,9 @@ def test_02_the_head_waits_for_nothing(max_rows: int | None, masked: bool) -> No
     first = both_ways()
     with nothing_waits():
         again = both_ways()
-    for ours, before in zip(again, first, strict=True):
-        assert_same_bits(ours, before)
-    exact = reference.linear_logprob_entropy(
-        hidden.detach().double().cpu(), weight.detach().double().cpu(), labels.cpu(),
-        sampling_mask=d3s.SamplingMask(kept.token_ids.cpu(), kept.offsets.cpu()),
-    )  # fmt: skip
+    assert_same(again, first)
+    exact_head = (part.detach().double().cpu() for part in (hidden, weight))
+    exact = reference.linear_logprob_entropy(*exact_head, labels.cpu(), sampling_mask=lists)
     exceeded = max_rows == 40  # of 64
     for ours, theirs in zip(again, exact, strict=False):
         assert ours.isnan().all() if exceeded else torch.allclose(ours.cpu().double(), theirs, atol=1e-4)
@@ -166,12 +163,10 @@ def test_05_a_row_has_the_same_bits_in_any_batch() -> None:
     everything = d3s.logprob_entropy(logits, labels)
     apart = [slice(0, 1), slice(rows // 2, rows // 2 + 1), slice(7, 30), slice(rows // 3, rows)]
     for part in apart:
-        for ours, whole in zip(d3s.logprob_entropy(logits[part], labels[part]), everything, strict=True):
-            assert_same_bits(ours, whole[part])
+        assert_same(d3s.logprob_entropy(logits[part], labels[part]), (whole[part] for whole in everything))
     room = torch.empty(rows * vocabulary + 1, dtype=logits.dtype, device=GPU)
     shifted = room[1:].view(rows, vocabulary).copy_(logits)
-    for ours, whole in zip(d3s.logprob_entropy(shifted, labels), everything, strict=True):
-        assert_same_bits(ours, whole)
+    assert_same(d3s.logprob_entropy(shifted, labels), everything)
 
 
 def test_06_the_entropy_of_one_logit_above_equal_others(record_property: Callable) -> None:
@@ -249,10 +244,8 @@ def test_08_sums_of_runs_of_any_length(run: int, record_property: Callable) -> N
     none = torch.full((places // run,), -1, dtype=torch.int32, device=GPU)
     offsets = torch.arange(0, places + 1, run, device=GPU)
     of_labels = torch.zeros(places // run, device=GPU)
-    hidden_arguments = (
-        torch.cat([grad, of_labels]), other, torch.cat([runs, none]), torch.cat([each, none.clamp(min=0)]), offsets,
-        of_labels.bool(),
-    )  # fmt: skip
+    of_places = torch.cat([runs, none]), torch.cat([each, none.clamp(min=0)])
+    hidden_arguments = torch.cat([grad, of_labels]), other, *of_places, offsets, of_labels.bool()
     of_hidden = torch.zeros(matrix.shape, device=GPU)
     OP.kept_hidden_grad_(*hidden_arguments, of_hidden)
     assert ((of_hidden - exact).abs() <= limit).all()

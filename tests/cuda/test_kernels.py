@@ -12,6 +12,7 @@ from helpers import (
     assert_gradient,
     assert_identical,
     assert_logprob,
+    assert_same,
     assert_same_bits,
     random_labels,
     ratio_results,
@@ -33,8 +34,7 @@ def test_the_same_bits_every_time(name: str) -> None:
     run = call(name)
     first = [tensor.clone() for tensor in run()]
     for _ in range(size(20, 1)):
-        for again, expected in zip(run(), first, strict=True):
-            assert_same_bits(again, expected)
+        assert_same(run(), first)
 
 
 @pytest.mark.on_gpu_only
@@ -62,8 +62,7 @@ def test_in_a_graph(name: str) -> None:
     for tensor in captured:
         tensor.zero_()
     graph.replay()
-    for ours, theirs in zip(captured, expected, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_same(captured, expected)
 
 
 @pytest.mark.on_gpu_only
@@ -103,8 +102,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     labels = random_labels(3000, vocabulary=VOCABULARY).to(GPU)
     everything = d3s.logprob_entropy(logits, labels)
     for rows in (slice(0, 1), slice(7, 30), slice(100, 900), slice(1500, 3000)):
-        for ours, whole in zip(d3s.logprob_entropy(logits[rows], labels[rows]), everything, strict=True):
-            assert_same_bits(ours, whole[rows])
+        assert_same(d3s.logprob_entropy(logits[rows], labels[rows]), (whole[rows] for whole in everything))
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"], indirect=True)  # plain PyTorch works on blocks of rows
@@ -140,18 +138,16 @@ def test_ratios_are_those_of_the_cpu() -> None:
 
 def test_half_precision_heads() -> None:
     rows, vocabulary = size(500, 50), size(50_000, 5000)
-    hidden = torch.randn(rows, 256, device=GPU).bfloat16()
-    weight = torch.randn(vocabulary, 256, device=GPU).bfloat16() / 8
+    hidden, weight = (torch.randn(n, 256, device=GPU).bfloat16() for n in (rows, vocabulary))
     labels = random_labels(rows, vocabulary=vocabulary).to(GPU)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    leaves = hidden.requires_grad_(), (weight / 8).requires_grad_()
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     ours = d3s.linear_logprob_entropy(*leaves, labels, workspace_bytes=size(40_000_000, 400_000))
     theirs = reference.linear_logprob_entropy(*exact, labels)
-    torch.testing.assert_close(ours[0], theirs[0].float(), atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(ours[1], theirs[1].float(), atol=1e-4, rtol=1e-5)
-    grads = torch.autograd.grad(ours[0].sum() + ours[1].sum(), leaves)
-    exact_grads = torch.autograd.grad(theirs[0].sum() + theirs[1].sum(), exact)
-    for mine, right in zip(grads, exact_grads, strict=True):
+    for mine, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, right.float(), atol=1e-4, rtol=1e-5)
+    gradients = (torch.autograd.grad(sum(of).sum(), given) for of, given in ((ours, leaves), (theirs, exact)))
+    for mine, right in zip(*gradients, strict=True):
         assert (mine.double() - right).norm() <= 2e-2 * right.norm()
 
 
@@ -159,10 +155,10 @@ def test_a_gradient_that_is_added_leaves_the_other_one_its_bits() -> None:
     hidden, weight = (torch.randn(n, 64, device=GPU).bfloat16().requires_grad_() for n in (300, 5000))
     labels = random_labels(300, vocabulary=5000).to(GPU)
     into = torch.zeros(5000, 64, device=GPU)
-    found = d3s.linear_logprob_entropy(hidden, weight, labels, weight_grad_into=into)
-    (ours,) = torch.autograd.grad(sum(found).sum(), hidden)
-    found = d3s.linear_logprob_entropy(hidden, weight, labels)
-    plain, of_weight = torch.autograd.grad(sum(found).sum(), (hidden, weight))
+    added = d3s.linear_logprob_entropy(hidden, weight, labels, weight_grad_into=into)
+    (ours,) = torch.autograd.grad(sum(added).sum(), hidden)
+    whole = d3s.linear_logprob_entropy(hidden, weight, labels)
+    plain, of_weight = torch.autograd.grad(sum(whole).sum(), (hidden, weight))
     assert_same_bits(ours, plain)
     assert (into - of_weight).norm() <= 1e-2 * of_weight.norm()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from every_op import nothing_waits
 from helpers import assert_entropy, assert_identical, assert_logprob
 from ranks import Ranks, World, pieces_of
 
 import d3s_kernels as d3s
+from d3s_kernels import reference
 from d3s_kernels.distributed import exchange_rows, plan_rows, vocab_parallel_logprob_entropy
 
 GPUS = torch.cuda.device_count()
@@ -24,19 +26,17 @@ def choose(ranks: Ranks, seed: int) -> None:
     advantages = torch.randn(100_000, generator=generator)
     whole = d3s.select_tokens(entropy, advantages, 0.1)
     own = [values.split(lengths)[ranks.rank].to(device) for values in (entropy, advantages, whole.mask)]
-    torch.cuda.set_sync_debug_mode("error")
-    found = d3s.select_tokens(*own[:2], 0.1, process_group=ranks.group)
-    torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        found = d3s.select_tokens(*own[:2], 0.1, process_group=ranks.group)
     assert_identical(found.mask, own[2])
     assert_identical(found.count.cpu(), whole.count)
     assert_identical(found.threshold.cpu(), whole.threshold)
 
     rewards = torch.randint(2, (ranks.size * 8, 16), generator=generator).float()
     mine = rewards.split(8)[ranks.rank].to(device)
-    torch.cuda.set_sync_debug_mode("error")
-    kept = d3s.select_rollouts(mine, 4, process_group=ranks.group, max_rollouts=128)
-    equal = d3s.select_rollouts(mine, 4, process_group=ranks.group, max_rollouts=128, equal_rows=True)
-    torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        kept = d3s.select_rollouts(mine, 4, process_group=ranks.group, max_rollouts=128)
+        equal = d3s.select_rollouts(mine, 4, process_group=ranks.group, max_rollouts=128, equal_rows=True)
     assert_identical(kept.cpu(), d3s.select_rollouts(rewards, 4).split(8)[ranks.rank])
     assert int(equal.sum()) == 32
     plan = plan_rows(kept.flatten(), ranks.group)
@@ -51,17 +51,14 @@ def share_the_vocabulary(ranks: Ranks, seed: int) -> None:
     first, end = edges[ranks.rank], edges[ranks.rank + 1]
     device = torch.device("cuda", ranks.rank)
     own = logits[:, first:end].to(device).requires_grad_()
-    torch.cuda.set_sync_debug_mode("error")
-    logprob, entropy = vocab_parallel_logprob_entropy(own, labels.to(device), first, ranks.group)
-    torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        logprob, entropy = vocab_parallel_logprob_entropy(own, labels.to(device), first, ranks.group)
     (logprob + entropy).sum().backward()
     leaf = logits.double().requires_grad_()
-    expected = leaf.log_softmax(-1)
-    expected_entropy = -(expected.exp() * expected).sum(-1)
-    expected_logprob = expected.gather(1, labels[:, None])[:, 0]
-    (expected_logprob + expected_entropy).sum().backward()
-    assert_entropy(entropy.detach().cpu(), expected_entropy.detach())
-    assert_logprob(logprob.detach().cpu(), expected_logprob.detach())
+    expected = reference.logprob_entropy(leaf, labels)
+    sum(expected).sum().backward()
+    assert_logprob(logprob.detach().cpu(), expected[0].detach())
+    assert_entropy(entropy.detach().cpu(), expected[1].detach())
     torch.testing.assert_close(own.grad.cpu().double(), leaf.grad[:, first:end], rtol=1e-4, atol=1e-6)
 
 

@@ -46,10 +46,7 @@ def test_top_entropy_quantile_is_a_choice_by_entropy() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"model_kwargs": {"d3s_rollout_start": 4}},
-            "model_kwargs: got 'd3s_rollout_start', which is no option",
-        ),
+        ({"model_kwargs": {"d3s_rollout_start": 4}}, "model_kwargs: got 'd3s_rollout_start', which is no option"),
         ({"model_kwargs": {"D3S_ROLLOUTS_START": 4}}, "model_kwargs: got 'D3S_ROLLOUTS_START'"),
         ({"model_kwargs": {"d3s_rollouts_start": "4"}}, "d3s_rollouts_start: got '4'; takes a share"),
         ({"loss_type": "real"}, "loss_type: got 'real'; takes 'grpo' or"),

@@ -14,7 +14,7 @@ pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swi
 
 from processes import run_processes
 from swift.rlhf_trainers import GRPOTrainer
-from tiny_swift import GROUP, STEPS, Run, make_model, train
+from tiny_swift import GROUP, STEPS, Run, after, make_model, train
 
 from d3s_kernels import max_variance_select
 from d3s_kernels.integrations.swift.trainer import Kept
@@ -113,16 +113,10 @@ def test_top_entropy_quantile_is_exact_over_micro_batches(folder: Path) -> None:
     rollouts = {name: value for name, value in HALF.items() if name.startswith("rollouts")}
     by_part: list[list[int]] = []
 
-    def watch(trainer: Any) -> None:
-        choose = trainer._choose_tokens
+    def count(result: None, samples: Any, parts: list[Any]) -> None:
+        by_part.append([int(part.d3s_kept.tokens.sum()) for part in parts])
 
-        def chosen(samples: Any, parts: list[Any]) -> None:
-            choose(samples, parts)
-            by_part.append([int(part.d3s_kept.tokens.sum()) for part in parts])
-
-        trainer._choose_tokens = chosen
-
-    run = train(folder, rollouts, before=watch, top_entropy_quantile=0.3)
+    run = train(folder, rollouts, before=lambda one: after(one, "_choose_tokens", count), top_entropy_quantile=0.3)
     kept, shares = run.logged("d3s/tokens_kept"), run.logged("d3s/token_share")
     assert [sum(parts) for parts in by_part] == kept
     for number, share in zip(kept, shares, strict=True):
@@ -149,23 +143,17 @@ def test_the_table_of_completions_has_all_rollouts(folder: Path, tmp_path: Path)
 def test_the_loss_is_the_mean_over_kept_tokens(folder: Path, loss_type: str) -> None:
     """The same as ms-swift's loss of a batch that has the kept tokens alone. Ratios are 1 in the first step."""
 
-    def only_kept(trainer: Any) -> None:
-        choose = trainer._choose_tokens
-
-        def chosen(samples: Any, parts: list[Any]) -> None:
-            choose(samples, parts)
-            for part in parts:
-                part.completion_mask = part.d3s_kept.tokens
-                part.d3s_kept = Kept(torch.ones_like(part.completion_mask), torch.ones(()))
-            number = sum(part.completion_mask.sum() for part in parts)
-            for part in parts:
-                part.num_items_in_batch = number
-
-        trainer._choose_tokens = chosen
+    def only_kept(result: None, samples: Any, parts: list[Any]) -> None:
+        for part in parts:
+            part.completion_mask = part.d3s_kept.tokens
+            part.d3s_kept = Kept(torch.ones_like(part.completion_mask), torch.ones(()))
+        number = sum(part.completion_mask.sum() for part in parts)
+        for part in parts:
+            part.num_items_in_batch = number
 
     options = {"loss_type": loss_type, "beta": 0.1, "max_steps": 1}
     ours = train(folder, HALF, **options)
-    assert_equal(ours, train(folder, HALF, before=only_kept, **options))
+    assert_equal(ours, train(folder, HALF, before=lambda one: after(one, "_choose_tokens", only_kept), **options))
     other = {"loss_denominator": "all"} if loss_type != "sapo" else {"token_rule": "advantage"}
     assert ours.logged("grad_norm") != train(folder, HALF | other, **options).logged("grad_norm")
 
@@ -175,19 +163,15 @@ def test_a_rollout_that_ms_swift_filters_takes_no_place(folder: Path) -> None:
     steps = []
 
     def watch(trainer: Any) -> None:
-        keep = trainer._keep_rollouts
-
-        def kept(samples: Any) -> Any:
-            remaining = keep(samples)
+        def check(remaining: Any, samples: Any) -> None:
             truncated = torch.tensor([one.is_truncated for one in samples])
             ranked = trainer._advantages.masked_fill(truncated, 0)
             expected = max_variance_select(ranked, len(samples) // 2).tolist()
             steps.append(truncated.any() and not truncated.all())
             assert remaining == [one for one, stays in zip(samples, expected, strict=True) if stays]
             assert expected != max_variance_select(trainer._advantages, len(samples) // 2).tolist()
-            return remaining
 
-        trainer._keep_rollouts = kept
+        after(trainer, "_keep_rollouts", check)
 
     run = train(folder, HALF, before=watch, overlong_filter=True)
     assert steps == [True, True]
@@ -236,16 +220,12 @@ def test_off_policy_tokens_are_left_out_as_by_ms_swift(folder: Path, options: di
 def test_rollouts_without_log_probabilities_are_left_out(folder: Path) -> None:
     """ms-swift then has none for their micro-batch. Others are trained on."""
 
+    def without_one(scored: Any, samples: Any) -> None:
+        samples[0].rollout_logprobs = None
+
     def with_some(trainer: Any) -> None:
         with_log_probabilities(trainer)
-        score = trainer._score_completions
-
-        def scoring(samples: Any) -> Any:
-            scored = score(samples)
-            samples[0].rollout_logprobs = None
-            return scored
-
-        trainer._score_completions = scoring
+        after(trainer, "_score_completions", without_one)
 
     rule = {"off_policy_rule": "token_mask", "off_policy_low": 0, "off_policy_high": 1e9}
     shares = train(folder, ALL | rule, before=with_some).logged("d3s/off_policy_share")

@@ -121,3 +121,15 @@ def train(
         pipeline = SwiftRLHF(command(folder, **changed))
         pipeline.main()
     return Run(pipeline, made[0])
+
+
+def after(trainer: GRPOTrainer, name: str, then: Callable[..., None]) -> None:
+    """After each call of this method, ``then`` gets its result and its arguments."""
+    method = getattr(trainer, name)
+
+    def called(*arguments: Any) -> Any:
+        result = method(*arguments)
+        then(result, *arguments)
+        return result
+
+    setattr(trainer, name, called)

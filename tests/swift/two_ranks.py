@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from tiny_swift import GROUP, STEPS, train
+from tiny_swift import GROUP, STEPS, after, train
 
 KEPT, SHARE, RANKS = 3, 0.3, 2
 
@@ -19,10 +19,11 @@ def main(folder: Path) -> None:
     found: list[tuple[list[int], list[float], list[float]]] = []  # rows, entropies of kept and of dropped tokens
 
     def watch(trainer: Any) -> None:
-        choose = trainer._choose_tokens
+        def kept(result: Any, samples: Any) -> None:
+            both = trainer._kept_advantages.view(RANKS, -1).tolist()
+            trainer._kept_here = both[trainer.accelerator.process_index]
 
-        def chosen(samples: Any, parts: list[Any]) -> None:
-            choose(samples, parts)
+        def chosen(result: None, samples: Any, parts: list[Any]) -> None:
             everyone = torch.stack([one.advantages for one in samples]).tolist()
             assert everyone == trainer._kept_here
             rows = [len(part.completion_mask) for part in parts]
@@ -30,15 +31,8 @@ def main(folder: Path) -> None:
             dropped = [part.d3s_entropy[part.completion_mask.bool() & ~part.d3s_kept.tokens] for part in parts]
             found.append((rows, kept.tolist(), torch.cat(dropped).tolist()))
 
-        keep = trainer._keep_rollouts
-
-        def kept(samples: Any) -> Any:
-            remaining = keep(samples)
-            both = trainer._kept_advantages.view(RANKS, -1).tolist()
-            trainer._kept_here = both[trainer.accelerator.process_index]
-            return remaining
-
-        trainer._choose_tokens, trainer._keep_rollouts = chosen, kept
+        after(trainer, "_keep_rollouts", kept)
+        after(trainer, "_choose_tokens", chosen)
 
     rollouts = {"rollouts_start": KEPT, "rollouts_end": KEPT}
     run = train(folder, rollouts, before=watch, top_entropy_quantile=SHARE)

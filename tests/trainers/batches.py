@@ -1,13 +1,18 @@
-"""Batches as TRL leaves them."""
+"""Batches as TRL leaves them, and what a trainer's update computes of one: scores, forwards and gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from tiny_trl import GROUP, VOCABULARY
 from torch import Tensor
+from trl import GRPOTrainer
 
+from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 
 
@@ -56,3 +61,108 @@ def texts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], dim=1) for name, part in names.items()
     }
+
+
+# ---- updates ---------------------------------------------------------------------------------------------------------
+
+
+def logits_of(policy: Any, batch: dict[str, Tensor]) -> Tensor:
+    """In float64, those that predict the completions."""
+    return policy(**texts(batch)).logits[:, -batch["completion_ids"].shape[1] - 1 : -1].double()
+
+
+@contextmanager
+def forwards(policy: Any) -> Iterator[list[tuple[bool, dict[str, Any]]]]:
+    """For each forward of the fused head: whether it has a gradient, and its inputs."""
+    seen: list[tuple[bool, dict[str, Any]]] = []
+    forward = policy.forward
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        if more.get("fused_lm_head"):
+            seen.append((torch.is_grad_enabled(), more))
+        return forward(*arguments, **more)
+
+    policy.forward = watched
+    yield seen
+    policy.forward = forward
+
+
+def looked_at(patch: pytest.MonkeyPatch, holder: Any, name: str, look: Callable[..., Any]) -> None:
+    """From now on, ``look`` gets what a function returns, and its arguments."""
+    function = getattr(holder, name)
+
+    def watched(*arguments: Any) -> Any:
+        result = function(*arguments)
+        look(result, *arguments)
+        return result
+
+    patch.setattr(holder, name, watched)
+
+
+def gradients(made: GRPOTrainer) -> Tensor:
+    """The gradients of all parameters as one vector. They are cleared afterwards."""
+    found = [parameter.grad for parameter in made.model.parameters() if parameter.requires_grad]
+    vector = torch.cat([torch.zeros(0) if grad is None else grad.flatten() for grad in found])
+    made.model.zero_grad(set_to_none=True)
+    return vector
+
+
+def loss_and_gradients(made: GRPOTrainer, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
+    loss = made.compute_loss(made.model, batch)
+    loss.backward()
+    return loss.item(), gradients(made)
+
+
+def logged_together(made: GRPOTrainer, batches: list[dict[str, Tensor]]) -> dict[str, float]:
+    """What a process logs while it and others compute a loss, each of its own batch; the last one is this process's."""
+    # The sums that they would add up are found one by one: one that is sent may depend on those that came before.
+    totals: list[Tensor] = []
+    while True:
+        sent: list[list[Tensor]] = []
+        for batch in batches:
+            own: list[Tensor] = []
+
+            def reduce(value: Tensor, reduction: str, own: list[Tensor] = own) -> Tensor:
+                own.append(value.clone())
+                return totals[len(own) - 1] if len(own) <= len(totals) else value
+
+            made._metrics["train"].clear()
+            made.accelerator.reduce = reduce
+            made.compute_loss(made.model, batch)
+            sent.append(own)
+        if len(totals) == len(sent[0]):
+            return {name: float(values[0]) for name, values in made._metrics["train"].items()}
+        totals.append(torch.stack([own[len(totals)] for own in sent]).sum(dim=0))
+
+
+def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+class Seen:
+    """What a trainer's updates saw: their batches, with TRL's scores of them."""
+
+    def __init__(self, made: D3STrainer) -> None:
+        self.batches: list[dict[str, Any]] = []
+        score, add = made._score_for_loss, made._add_sets
+
+        def scoring(update: Any, call: Any, inputs: dict[str, Any]) -> Any:
+            with torch.no_grad():
+                over_all = call.scores()[0]  # log-probabilities over the whole vocabulary
+            found = score(update, call, inputs)
+            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found[:2]), strict=True))
+            self.batches.append({**inputs, **own, "over_all": over_all})
+            return found
+
+        def adding(batch: dict[str, Any]) -> None:
+            # The mass that the sampler measured goes where its rows go, as one more field of the batch.
+            batch["log_mass"] = made._recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
+            add(batch)
+
+        made._score_for_loss, made._add_sets = scoring, adding
+
+    def tokens(self, name: str) -> Tensor:
+        """A field's values at all tokens."""
+        fields = [(batch[name], batch["completion_mask"].bool()) for batch in self.batches]
+        return torch.cat([field[:, : mask.shape[1]][mask] for field, mask in fields])

@@ -22,8 +22,7 @@ TEMPERATURE = 0.7
 
 def made(kind: str, **options: Any) -> Any:
     """A tiny causal language model of random weights."""
-    text = {"Gemma3": "Gemma3Text"}.get(kind, kind)
-    config = getattr(transformers, f"{text}Config")(**{**SHAPE, **options})
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**{**SHAPE, **options})
     endings = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     return with_large_logits(next(filter(None, (getattr(transformers, kind + end, None) for end in endings)))(config))
 
@@ -41,14 +40,10 @@ def with_large_logits(model: Any) -> Any:
 def with_images(kind: str, text: str, **options: Any) -> Any:
     """A language model within one that also reads images."""
     of_text = getattr(transformers, f"{text}Config")(**SHAPE, **options)
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-        "patch_size": 4,
-    }  # fmt: skip
-    name = {"Gemma3": "SiglipVisionConfig"}.get(kind, "CLIPVisionConfig")
-    config = getattr(transformers, f"{kind}Config")(
-        text_config=of_text, vision_config=getattr(transformers, name)(**vision), image_token_id=7
+    vision = getattr(transformers, "SiglipVisionConfig" if kind == "Gemma3" else "CLIPVisionConfig")(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
+    config = getattr(transformers, f"{kind}Config")(text_config=of_text, vision_config=vision, image_token_id=7)
     return with_large_logits(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
 
 
@@ -74,15 +69,19 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def with_peft(**config: Any) -> Any:
-    """An adapter, as if it had been trained."""
+def with_peft(model: Any, **config: Any) -> Any:
+    """The model with an adapter, as if that had been trained."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(MODELS["Gemma 2: a soft cap"](), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **config))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **config))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+def with_cap(**adapter: Any) -> Any:
+    return with_peft(MODELS["Gemma 2: a soft cap"](), **adapter)
 
 
 def with_virtual_tokens() -> Any:
@@ -92,8 +91,8 @@ def with_virtual_tokens() -> Any:
 
 
 ADAPTED: dict[str, Callable[[], Any]] = {
-    "an adapter elsewhere": lambda: with_peft(target_modules=["q_proj"]),
-    "modules_to_save": lambda: with_peft(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "an adapter elsewhere": lambda: with_cap(target_modules=["q_proj"]),
+    "modules_to_save": lambda: with_cap(target_modules=["q_proj"], modules_to_save=["lm_head"]),
 }
 
 
@@ -104,15 +103,15 @@ def scores(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return d3s.linear_logprob_entropy(hidden, labels=tokens, **d3s.lm_head(model, TEMPERATURE))
 
 
-def of_logits(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    logprob = (model(tokens).logits / TEMPERATURE).log_softmax(-1)
+def of_logits(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    logprob = (logits / TEMPERATURE).log_softmax(-1)
     return logprob.gather(-1, tokens[..., None])[..., 0], -(logprob.exp() * logprob).sum(-1)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_scores_and_gradients_are_those_of_the_models_own_logits(name: str) -> None:
     model, tokens = (MODELS | ADAPTED)[name](), torch.randint(8, 131, (2, 7))
-    found, expected = scores(model, tokens), of_logits(model, tokens)
+    found, expected = scores(model, tokens), of_logits(model(tokens).logits, tokens)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ours, theirs = (
@@ -132,14 +131,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made(
             "MiniCPM3", dim_model_base=8, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
             v_head_dim=8, head_dim=8,
-        ),
-        CHANGED,
+        ), CHANGED,
     ),
     "BERT": (lambda: made("Bert", is_decoder=True), r"logits also depend on cls\.predictions\.transform.* would be"),
-    "an adapter of the head (trl#4612)": (lambda: with_peft(target_modules=["lm_head"]), f"an adapter, .*{LINEAR}"),
-    "prompt learning": (lambda: with_virtual_tokens(), "with a PEFT adapter that adds tokens to its prompts"),
+    "an adapter of the head (trl#4612)": (lambda: with_cap(target_modules=["lm_head"]), f"an adapter, .*{LINEAR}"),
+    "prompt learning": (with_virtual_tokens, "with a PEFT adapter that adds tokens to its prompts"),
     "trainable tokens": (
-        lambda: with_peft(target_modules=["q_proj"], trainable_token_indices=[3, 5], ensure_weight_tying=True),
+        lambda: with_cap(target_modules=["q_proj"], trainable_token_indices=[3, 5], ensure_weight_tying=True),
         f"whose token_adapter.* would be ignored .*{LINEAR}",
     ),
 }  # fmt: skip
@@ -155,7 +153,7 @@ def test_models_that_are_refused(name: str) -> None:
 def test_without_its_adapters_a_model_has_its_first_head() -> None:
     model, tokens = ADAPTED["modules_to_save"](), torch.randint(8, 131, (1, 5))
     with torch.no_grad(), model.disable_adapter():
-        torch.testing.assert_close(scores(model, tokens), of_logits(model, tokens), rtol=0, atol=1e-5)
+        torch.testing.assert_close(scores(model, tokens), of_logits(model(tokens).logits, tokens), rtol=0, atol=1e-5)
 
 
 def test_kernels_of_attention_that_a_cpu_lacks_are_put_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
@@ -11,14 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 from peft import LoraConfig, get_peft_model
-from tiny_trl import EOS, PAD, model
+from tiny_trl import EOS, PAD, model, run_example
 from transformers import TemperatureLogitsWarper
 
 from d3s_kernels.recorder import Recorder, recording
 
 ROWS, STEPS = 4, 70  # more steps than are held at once
-
-
 PROMPTS = torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]])
 INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
 
@@ -38,11 +35,7 @@ def until_the_end(tokens: Tensor) -> list[list[int]]:
 
 
 def test_example() -> None:
-    given = {"model": model(), "prompts": INPUTS, "completions": until_the_end}
-    (test,) = doctest.DocTestFinder(recurse=False).find(recording, "recording", globs=given)
-    report: list[str] = []
-    assert doctest.DocTestRunner().run(test, out=report.append).attempted == 6
-    assert not report, "".join(report)
+    run_example(recording, model=model(), prompts=INPUTS, completions=until_the_end)
 
 
 def test_the_temperatures_of_several_warpers_multiply() -> None:
@@ -54,21 +47,24 @@ def test_the_temperatures_of_several_warpers_multiply() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("dtype", "options"),
     [
-        {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
-        {"temperature": 1.5, "min_p": 0.05, "top_k": None},
-        {"temperature": 1.0, "top_k": 1},
-        {"temperature": 0.7, "top_k": 5, "suppress_tokens": [2, 3]},
-        {"temperature": 2.0, "top_k": 60, "max_new_tokens": 64},
+        (torch.float32, {"temperature": 0.8, "top_p": 0.9, "top_k": 50}),
+        (torch.float32, {"temperature": 1.5, "min_p": 0.05, "top_k": None}),
+        (torch.float32, {"temperature": 1.0, "top_k": 1}),
+        (torch.float32, {"temperature": 0.7, "top_k": 5, "suppress_tokens": [2, 3]}),
+        (torch.float32, {"temperature": 2.0, "top_k": 60, "max_new_tokens": 64}),
+        (torch.bfloat16, {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_new_tokens": 8}),
     ],
     ids=str,
 )
-def test_the_sets_are_the_scores_that_were_sampled_from(options: dict[str, Any]) -> None:
+def test_the_sets_are_the_scores_that_were_sampled_from(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """A generation in half precision is recorded in float32."""
+    policy = model().to(dtype)
     torch.manual_seed(5)
-    recorder, completions, found = generated(**options)
+    recorder, completions, found = generated(policy, **options)
     recorded = recorder.recorded(completions)
-    assert recorded.sets.dtype == torch.int32
+    assert (recorded.sets.dtype, recorded.logprob.dtype) == (torch.int32, torch.float32)
     for row, tokens in enumerate(completions):
         for step, token in enumerate(tokens):
             scores, logits = found.scores[step][row], found.logits[step][row].float()
@@ -116,18 +112,17 @@ def test_a_set_that_is_too_large_is_named() -> None:
     assert found.scores[0].isfinite().sum() == 6 * ROWS
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
-        ({"sequence_bias": {(4,): 2.0}}, "SequenceBiasLogitsProcessor"),
-        ({"logits_processor": [lambda tokens, scores: scores]}, "function"),
-    ],
-    ids=["a penalty", "a bias", "a function"],
-)
-def test_what_changes_scores_is_named(options: dict[str, Any], name: str) -> None:
+CHANGING: dict[str, dict[str, Any]] = {
+    "RepetitionPenaltyLogitsProcessor": {"repetition_penalty": 1.2},
+    "SequenceBiasLogitsProcessor": {"sequence_bias": {(4,): 2.0}},
+    "function": {"logits_processor": [lambda tokens, scores: scores]},
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_changes_scores_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"generate: it changes scores by {name}, which the sets"):
-        generated(top_k=5, max_new_tokens=2, **options)
+        generated(top_k=5, max_new_tokens=2, **CHANGING[name])
 
 
 def test_completions_of_another_generation_are_refused() -> None:
@@ -141,11 +136,3 @@ def test_completions_of_another_generation_are_refused() -> None:
     recorder._drawn[0] = torch.full_like(recorder._drawn[0], -torch.inf)
     with pytest.raises(RuntimeError, match="completions: token 0 of rollout 0 could not be drawn from its set"):
         recorder.recorded(completions)
-
-
-def test_a_generation_in_half_precision_is_recorded_in_float32() -> None:
-    recorder, completions, found = generated(model().bfloat16(), top_p=0.9, top_k=50, max_new_tokens=8)
-    recorded = recorder.recorded(completions)
-    first: Tensor = torch.stack([found.scores[0][row].log_softmax(0)[own[0]] for row, own in enumerate(completions)])
-    assert recorded.logprob.dtype == torch.float32
-    torch.testing.assert_close(recorded.logprob[:, 0], first)

@@ -1,4 +1,4 @@
-"""ESPO inside TRL's loss: its objective (arXiv 2512.00499, eq. 5) written out, and whole training runs."""
+"""ESPO inside TRL's loss: its objective (arXiv 2512.00499, eq. 5) written out. Training runs: test_trl_training.py."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-from batches import micro_batch
+from batches import assert_same_gradient, gradients, logits_of, loss_and_gradients, micro_batch
 from test_trl_gradient import chosen, with_old_policy
-from test_trl_training import trained
 from tiny_trl import GROUP, VOCABULARY, PlainTrainer, model, trainer
 from transformers import Qwen2Config
-from updates import assert_same_gradient, gradients, logits_of, loss_and_gradients
 
 from d3s_kernels.integrations.trl.tokens import as_espo
 from d3s_kernels.ratios import espo_terms
 
 ALPHA = 0.1  # so wide that only some ratios are out of range
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}
+STEPS = 2  # of gradient accumulation, by which TRL divides
 WHOLE: dict[str, Any] = {**ESPO, "tokens": 1.0, "loss_denominator": "all"}  # every token has its gradient
 
 
@@ -31,9 +30,9 @@ def scores(policy: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return distribution.log_prob(batch["completion_ids"]), distribution.entropy()
 
 
-def old_batch(seed: int, **more: Any) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """A micro-batch with an older policy's log-probabilities; the model's own, and its entropies, as constants."""
-    batch = with_old_policy(micro_batch(seed), model(), **more)
+def old_batch(batch: dict[str, Tensor], **more: Any) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The batch with an older policy's log-probabilities; the model's own, and its entropies, as constants."""
+    batch = with_old_policy(batch, model(), **more)
     logprob, entropy = scores(model(), batch)
     return batch, logprob.detach(), entropy.detach()
 
@@ -46,10 +45,10 @@ def groups_of(entropy: list[float], quantile: float) -> list[list[int]]:
 
 
 def espo_loss(
-    logprob: Tensor, old: Tensor, entropy: Tensor, batch: dict[str, Tensor], denominator: str = "self"
+    logprob: Tensor, entropy: Tensor, batch: dict[str, Tensor], denominator: str = "self"
 ) -> tuple[Tensor, Tensor]:
     """Eq. 5, token by token, and which tokens were clipped."""
-    rows = []
+    rows, old = [], batch["old_per_token_logps"].double()
     clipped = torch.zeros(logprob.shape, dtype=torch.bool)
     for i, advantage in enumerate(batch["advantages"].double()):
         n = int(batch["completion_mask"][i].sum())
@@ -66,23 +65,24 @@ def espo_loss(
                 clipped[i, t] = (ratio - 1).abs() > epsilon
             means.append(torch.stack(terms).mean())
         rows.append(torch.stack(means).mean())
-    return -torch.stack(rows).mean(), clipped
+    return -torch.stack(rows).mean() / STEPS, clipped
+
+
+def assert_value(value: float, expected: Tensor) -> None:
+    assert value == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("denominator", ["self", "old"])
 def test_value_and_gradient_are_the_papers(denominator: str) -> None:
     batch = with_old_policy(micro_batch(1), model())
     made = trainer(**WHOLE, espo_denominator=denominator)
+    assert made.current_gradient_accumulation_steps == STEPS
     value, gradient = loss_and_gradients(made, batch)
-    policy = model()
-    logprob, entropy = scores(policy, batch)
-    loss, clipped = espo_loss(logprob, batch["old_per_token_logps"].double(), entropy.detach(), batch, denominator)
-    valid = batch["completion_mask"].bool()
-    assert 0 < clipped.sum() < valid.sum()
-    steps = made.current_gradient_accumulation_steps
-    (loss / steps).backward()
-    made.model = policy
-    assert value == pytest.approx(loss.item() / steps, rel=1e-4)
+    logprob, entropy = scores(made.model, batch)
+    loss, clipped = espo_loss(logprob, entropy.detach(), batch, denominator)
+    assert 0 < clipped.sum() < batch["completion_mask"].sum()
+    loss.backward()
+    assert_value(value, loss)
     assert_same_gradient(gradients(made), gradient)
 
 
@@ -95,31 +95,27 @@ def test_gradient_flows_through_the_kept_tokens(denominator: str) -> None:
     made = trainer(PlainTrainer)
     logprob, entropy = scores(made.model, batch)
     leaf = logprob.detach().requires_grad_()
-    loss, _ = espo_loss(leaf, batch["old_per_token_logps"].double(), entropy.detach(), batch)
-    (of_token,) = torch.autograd.grad(loss / made.current_gradient_accumulation_steps, leaf)
+    loss, _ = espo_loss(leaf, entropy.detach(), batch)
+    (of_token,) = torch.autograd.grad(loss, leaf)
     weight = mask.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1) if denominator == "kept" else 1.0
     logprob.backward(torch.where(kept, of_token * weight, 0.0))
-    assert value == pytest.approx(loss.item() / made.current_gradient_accumulation_steps, rel=1e-4)
+    assert_value(value, loss)
     assert_same_gradient(gradients(made), gradient)
 
 
 def test_the_old_policys_entropy_where_there_is_one() -> None:
-    batch, logprob, entropy = old_batch(3)
+    batch, logprob, entropy = old_batch(micro_batch(3))
     old_entropy = torch.rand(entropy.shape, generator=torch.Generator().manual_seed(1))
-    made = trainer(**WHOLE)
-    value, _ = loss_and_gradients(made, batch | {"d3s_entropy": old_entropy})
-    old = batch["old_per_token_logps"].double()
-    expected, others = (espo_loss(logprob, old, of, batch)[0].item() for of in (old_entropy.double(), entropy))
-    assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
-    assert abs(expected - others) > 1e-3
+    value, _ = loss_and_gradients(trainer(**WHOLE), batch | {"d3s_entropy": old_entropy})
+    expected, others = (espo_loss(logprob, of, batch)[0] for of in (old_entropy.double(), entropy))
+    assert_value(value, expected)
+    assert abs(expected - others) > 5e-4
 
 
 @pytest.mark.parametrize("one_group", [True, False])
 @pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo"])
 def test_losses_over_all_tokens_count_every_token_alike(loss: str, one_group: bool) -> None:
-    """With one group and a wide range, every token has GSPO's ratio, as TRL computes it for whole sequences. Before the
-    policy moves they equal TRL's own losses for any groups; a mean over groups would not.
-    """
+    """With one group and a wide range tokens have GSPO's ratio; before the policy moves, any groups give TRL's loss."""
     batch = with_old_policy(micro_batch(4), model()) if one_group else micro_batch(11)
     ours = {"espo_quantiles": [], "espo_alpha": 1e6} if one_group else {}
     theirs = {"importance_sampling_level": "sequence", "epsilon": 1e3} if one_group else {}
@@ -132,7 +128,7 @@ def test_losses_over_all_tokens_count_every_token_alike(loss: str, one_group: bo
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
     """The mask uses log-probabilities of the sampler, or else the old policy, not the values inside TRL's ratios."""
-    batch, logprob, entropy = old_batch(7)
+    batch, logprob, entropy = old_batch(micro_batch(7))
     batch["advantages"] = torch.linspace(-1, 0.5, GROUP)
     old = sampler = batch["old_per_token_logps"]
     if sampled:
@@ -148,29 +144,23 @@ def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
     made = trainer(**WHOLE, espo_denominator="old", off_policy_mask_threshold=threshold)
     value, _ = loss_and_gradients(made, batch)
     kept = batch | {"advantages": batch["advantages"].masked_fill(dropped, 0)}
-    expected = espo_loss(logprob, old.double(), entropy, kept, "old")[0].item()
-    assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
+    assert_value(value, espo_loss(logprob, entropy, kept, "old")[0])
 
 
 def test_a_tools_tokens_are_in_no_group() -> None:
     batch = micro_batch(8)
     batch["completion_mask"][:, :2] = 1
-    batch = with_old_policy(batch, model())
-    logprob, entropy = (score.detach()[:, 1:] for score in scores(model(), batch))
-    rest = batch | {"completion_mask": batch["completion_mask"][:, 1:]}
-    expected = espo_loss(logprob, batch["old_per_token_logps"][:, 1:].double(), entropy, rest)[0].item()
+    batch, logprob, entropy = old_batch(batch)
+    rest = batch | {name: batch[name][:, 1:] for name in ("completion_mask", "old_per_token_logps")}
     tools = torch.ones_like(batch["completion_mask"])
     tools[:, 0] = 0
-    made = trainer(**WHOLE)
-    value, _ = loss_and_gradients(made, batch | {"tool_mask": tools})
-    assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
+    value, _ = loss_and_gradients(trainer(**WHOLE), batch | {"tool_mask": tools})
+    assert_value(value, espo_loss(logprob[:, 1:], entropy[:, 1:], rest)[0])
 
 
 def test_the_vocabulary_is_that_of_the_text() -> None:
     """A vision model has one configuration for each of its parts."""
-    batch = with_old_policy(micro_batch(9), model())
-    wide = model()
-    values = []
+    batch, values, wide = with_old_policy(micro_batch(9), model()), [], model()
     for vocabulary in (VOCABULARY, VOCABULARY**2):
         made = trainer(policy=wide, **ESPO, tokens=1.0)
         text = Qwen2Config(vocab_size=vocabulary)
@@ -182,7 +172,7 @@ def test_the_vocabulary_is_that_of_the_text() -> None:
 
 def test_kl_is_weighted_by_the_groups_ratio() -> None:
     """With TRL's bias correction, the divergence of a token is multiplied by its ratio."""
-    batch, logprob, entropy = old_batch(7, reference=True)
+    batch, logprob, entropy = old_batch(micro_batch(7), reference=True)
     values = []
     for beta in (0.0, 0.3):
         made = trainer(**WHOLE)
@@ -194,7 +184,7 @@ def test_kl_is_weighted_by_the_groups_ratio() -> None:
         quantiles=[0.8], alpha=ALPHA, denominator="self", vocab_size=VOCABULARY,
     )  # fmt: skip
     divergence = (shift.exp() - shift - 1) * (terms.ratio if made.args.use_bias_correction_kl else 1.0)
-    mean = ((divergence * mask).sum(1) / mask.sum(1)).mean() / made.current_gradient_accumulation_steps
+    mean = ((divergence * mask).sum(1) / mask.sum(1)).mean() / STEPS
     assert values[1] - values[0] == pytest.approx(0.3 * mean.item(), rel=1e-3)
 
 
@@ -211,36 +201,21 @@ def test_a_token_without_an_entropy_is_in_no_group(loss: str) -> None:
 
 
 def test_clip_metrics_are_of_the_tokens_own_ranges() -> None:
-    batch, logprob, entropy = old_batch(5)
+    batch, logprob, entropy = old_batch(micro_batch(5))
     made = trainer(**ESPO, tokens=1.0)
     loss_and_gradients(made, batch)
     logged = made._metrics["train"]
-    clipped = espo_loss(logprob, batch["old_per_token_logps"].double(), entropy, batch)[1]
+    clipped = espo_loss(logprob, entropy, batch)[1]
     assert 0 < logged["clip_ratio/region_mean"][0] <= clipped.sum() / batch["completion_mask"].sum()
     assert (made.epsilon_low, made.epsilon_high) == (made.args.epsilon, made.args.epsilon)
 
 
 def test_a_batch_is_used_again_as_it_was() -> None:
     batch = with_old_policy(micro_batch(6), model())
-    before = dict(batch)
-    made = trainer(**ESPO)
-    first = loss_and_gradients(made, batch)
+    before, made = dict(batch), trainer(**ESPO)
+    first, gradient = loss_and_gradients(made, batch)
     assert batch.keys() == before.keys()
     assert all(batch[name] is before[name] for name in batch)
-    second = loss_and_gradients(made, batch)
-    assert second[0] == first[0]
-    assert torch.equal(second[1], first[1])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_iterations": 2},
-        {"num_iterations": 2, "entropy_from": "update", "loss_type": "dapo"},
-        {"steps_per_generation": 4, "espo_quantiles": [0.5, 0.9], "espo_denominator": "old"},
-        {},
-    ],
-    ids=lambda options: " ".join(options),
-)
-def test_trains(options: dict[str, Any]) -> None:
-    trained(**{**ESPO, "espo_alpha": 1.0, **options})  # the paper's 0.02 would clip every token of so large a step
+    second, again = loss_and_gradients(made, batch)
+    assert second == first
+    assert torch.equal(again, gradient)

@@ -1,35 +1,72 @@
-"""Every kind of LM head: its scores and gradients are those of the model's own logits, or it is refused."""
+"""The LM head in TRL's model has the scores and gradients of the model's own logits, or is left to TRL or refused."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import test_lm_head_of_models as lm_heads
 import torch
+from test_lm_head_of_models import TEMPERATURE, with_peft
 from torch import Tensor, nn
 
 pytest.importorskip("trl")
+import peft
 import tiny_trl
 import trl.trainer.utils as trl_utils
 from batches import micro_batch
-from heads import MODELS, TEMPERATURE, draw_labels, fused, needs_trls, with_fused_head, with_gradient
 from tiny_trl import trainer
 
 from d3s_kernels import UnsupportedHead
 from d3s_kernels.heads import read_head
+from d3s_kernels.integrations.trl import head as our_head
 from d3s_kernels.integrations.trl.head import OurHead, check_head, d3s_head
 
+# Before 1.16, TRL has only Triton kernels, which need a GPU.
+needs_trls = pytest.mark.skipif(not hasattr(trl_utils, "_use_triton"), reason="this TRL has no head for CPUs")
+CAPPED, SCALED = "Gemma 2: a soft cap", "Cohere: multiplies"
+MODELS: dict[str, Callable[[], Any]] = {
+    **{name: lm_heads.MODELS[name] for name in ("Qwen2, tied", "Qwen2, untied", CAPPED, SCALED, "Phi: a bias")},
+    "MiniCPM3: divides its hidden states": lm_heads.REFUSED["MiniCPM3"][0],
+}
+Scores = tuple[Tensor, Tensor, Tensor]
 
-def with_peft(name: str, **config: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(with_fused_head(name), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **config))
-    with torch.no_grad():  # as if it had been trained
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+
+def with_fused_head(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    made = MODELS[name]().to(dtype)
+    trl_utils.add_fused_lm_head(made, temperature=TEMPERATURE, outputs=("log_probs", "entropy"), **options)
+    return made
+
+
+def draw_labels() -> Tensor:
+    labels = torch.randint(2, lm_heads.SHAPE["vocab_size"], (3, 9))
+    labels[:, :4] = labels[0, 6:] = -100
+    return labels
+
+
+def fused(model: Any, labels: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
+    with d3s_head() if ours else nullcontext():
+        output = model(labels.clamp(min=0), labels=labels, fused_lm_head=True)
+    return output.log_probs, output.entropy
+
+
+def with_gradient(model: Any, scores: tuple[Tensor, Tensor]) -> Scores:
+    """Log-probabilities, entropies and the gradient of a loss of both."""
+    logprob, entropy = scores
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad((logprob * 2 - entropy).sum(), parameters, allow_unused=True, materialize_grads=True)
+    return logprob.detach(), entropy.detach(), torch.cat([grad.flatten().float() for grad in found])
+
+
+# ---- its scores and gradients ----------------------------------------------------------------------------------------
+
+
+def adapted(name: str, **config: Any) -> Any:
+    return with_peft(with_fused_head(name), **{"target_modules": ["q_proj"], **config})
 
 
 def with_float32_head() -> Any:
@@ -40,26 +77,23 @@ def with_float32_head() -> Any:
 
 EXACT: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: with_fused_head(name) for name in MODELS},
-    "modules_to_save": lambda: with_peft("Qwen2, untied", target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    "adapters beside a tied head": lambda: with_peft("Qwen2, tied", target_modules=["q_proj", "v_proj"]),
-    "modules_to_save of a tied head": lambda: with_peft(
-        "Qwen2, tied", target_modules=["q_proj"], modules_to_save=["lm_head"]
-    ),
+    "modules_to_save": lambda: adapted("Qwen2, untied", modules_to_save=["lm_head"]),
+    "adapters beside a tied head": lambda: adapted("Qwen2, tied", target_modules=["q_proj", "v_proj"]),
+    "modules_to_save of a tied head": lambda: adapted("Qwen2, tied", modules_to_save=["lm_head"]),
 }
 ROUNDED: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: with_fused_head("Qwen2, untied", torch.bfloat16),
     "float16": lambda: with_fused_head("Qwen2, untied", torch.float16),
-    "bfloat16, capped": lambda: with_fused_head("Gemma 2: caps its logits", torch.bfloat16),
+    "bfloat16, capped": lambda: with_fused_head(CAPPED, torch.bfloat16),
     "float32 over bfloat16": with_float32_head,
 }
 
 
 def of_logits(model: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """By the model's own forward."""
-    logprob = (model(labels.clamp(min=0)).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    valid, targets = labels[:, 1:] != -100, labels[:, 1:].clamp(min=0)[..., None]
-    entropy = -(logprob.exp() * logprob).sum(-1)
-    return logprob.gather(-1, targets)[..., 0] * valid, entropy * valid
+    tokens, valid = labels.clamp(min=0), labels[:, 1:] != -100
+    logprob, entropy = lm_heads.of_logits(model(tokens).logits[:, :-1], tokens[:, 1:])
+    return logprob * valid, entropy * valid
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -90,6 +124,84 @@ def test_a_rounded_head_is_as_close_as_trls(name: str) -> None:
     best = with_gradient(exact, of_logits(exact, labels))
     for mine, other, expected in zip(ours, theirs, best, strict=True):
         assert (mine - expected).norm() <= 1.5 * (other - expected).norm() + 1e-4 * expected.norm()
+
+
+@needs_trls
+def test_a_scale_comes_before_the_cap() -> None:
+    hidden, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (31, 8), (31,)))
+    arguments = hidden, weight, bias, torch.randint(31, (5,)), 0.7, 16, 1.5, 0.25, ("log_probs", "entropy")
+    found = []
+    for head in (our_head.OurHead(), our_head._TRLS_HEAD):
+        logprob, entropy, *_ = head.apply(*arguments)
+        grads = torch.autograd.grad((logprob - 2 * entropy).sum(), (hidden, weight, bias))
+        found.append((logprob, entropy, *grads))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@needs_trls
+def test_autocast_gives_the_precision_that_trl_takes() -> None:
+    model, labels = with_fused_head("Qwen2, untied"), torch.randint(2, lm_heads.SHAPE["vocab_size"], (16, 65))
+    exact = with_gradient(model, fused(model, labels, False))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (with_gradient(model, fused(model, labels, ours)) for ours in (True, False))
+    # It does round to bfloat16, and its scores are closer to the exact ones than TRL's. Like torch's own linear under
+    # autocast, it rounds the weight's gradient, which TRL keeps in float32.
+    for mine, other, best, worse in zip(ours, theirs, exact, (1, 1, 1.5), strict=True):
+        assert mine.dtype == other.dtype == torch.float32
+        assert 0 < (mine - best).norm() <= worse * (other - best).norm()
+
+
+def test_no_label_at_all_stays_connected() -> None:
+    made = with_fused_head("Qwen2, untied")
+    logprob, entropy = fused(made, torch.full((3, 9), -100), ours=True)
+    assert (logprob == 0).all()
+    (logprob * 2 - entropy).sum().backward()
+    gradient = [parameter.grad for parameter in made.parameters() if parameter.grad is not None]
+    assert gradient
+    assert not any(grad.any() for grad in gradient)
+
+
+@needs_trls
+def test_falls_back_to_trls_head_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_head, "_said", set())
+    double, sharded, labels = with_fused_head("Qwen2, untied").double(), with_fused_head("Qwen2, tied"), draw_labels()
+    sharded.get_output_embeddings().weight.ds_id = 0  # as ZeRO-3 marks a parameter, which TRL then gathers
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", lambda *_: nullcontext())
+    reasons = {"ZeRO-3 takes the head's weight away": sharded, "the head's weight is torch.float64": double}
+    for reason, model in reasons.items():
+        with pytest.warns(UserWarning, match=f"TRL's own LM head is used, because {reason}"):
+            fallen_back = with_gradient(model, fused(model, labels, True))
+        for mine, other in zip(fallen_back, with_gradient(model, fused(model, labels, False)), strict=True):
+            torch.testing.assert_close(mine, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused(double, labels, True)
+
+
+def test_without_triton_and_without_our_kernels_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_head, "_TRLS_HEAD", None)
+    double = torch.zeros(2, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="the LM head cannot be ours, because the head's weight is"):
+        our_head.OurHead().apply(double, double, None, torch.zeros(2, dtype=torch.long), 1.0, 16)
+
+
+def test_other_outputs_are_left_to_trl() -> None:
+    hidden, weight = torch.zeros(1, 4), torch.zeros(5, 4)
+    assert our_head._why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "is_top1")) == "is_top1 is asked for"
+    assert our_head._why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "entropy")) is None
+    assert "scales its logits by -1" in our_head._why_not(hidden, weight, torch.float32, -1.0, ())
+    assert "tensors on meta" in our_head._why_not(hidden.to("meta"), weight, torch.float32, 1.0, ())
+
+
+def test_trl_is_as_it_was_afterwards() -> None:
+    before = copy.copy(vars(trl_utils))
+    with d3s_head():
+        assert isinstance(trl_utils._ChunkedLogProbFunction, our_head.OurHead)
+    assert vars(trl_utils) == before
+    with pytest.raises(ZeroDivisionError), d3s_head():
+        1 / 0  # noqa: B018
+    assert vars(trl_utils) == before
 
 
 # ---- heads that are refused ------------------------------------------------------------------------------------------
@@ -136,15 +248,15 @@ def of_shape(kind: type[nn.Linear]) -> Callable[[nn.Linear], nn.Linear]:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     **{
         f"{kind} on lm_head": (
-            lambda kind=kind, options=options: adapted(kind, options), "an adapter, which would be ignored and never"
+            lambda kind=kind, options=options: on_head(kind, options), "an adapter, which would be ignored and never"
         )
         for kind, options in {
             "Lora": {"r": 2}, "LoHa": {"r": 2}, "IA3": {"feedforward_modules": []}, "Vera": {"r": 2},
         }.items()
     },
-    "DoRA on lm_head": (lambda: adapted("Lora", {"r": 2, "use_dora": True}), "an adapter, which would be ignored"),
+    "DoRA on lm_head": (lambda: on_head("Lora", {"r": 2, "use_dora": True}), "an adapter, which would be ignored"),
     "trainable tokens of a tied head": (
-        lambda: with_peft("Qwen2, tied", target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+        lambda: adapted("Qwen2, tied", trainable_token_indices=[3, 5]),
         r"whose token_adapter\.trainable_tokens_delta\.default would be ignored",
     ),
     "a wrapper that trains": (lambda: replaced(lambda base: Lora(base, False)), r"whose down, up would be ignored"),
@@ -153,8 +265,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-def adapted(kind: str, options: dict[str, Any]) -> Any:
-    peft = pytest.importorskip("peft")
+def on_head(kind: str, options: dict[str, Any]) -> Any:
     config = getattr(peft, f"{kind}Config")(target_modules=["lm_head"], **options)
     return peft.get_peft_model(with_fused_head("Qwen2, untied"), config)
 
@@ -182,7 +293,6 @@ def test_a_linear_layer_by_another_name_is_taken(head: Callable[[nn.Linear], nn.
 
 def test_an_adapter_that_trl_does_not_see_is_refused() -> None:
     """TRL refuses adapters of a PeftModel when its trainer is made; not those that were put into a model."""
-    peft = pytest.importorskip("peft")
     config, message = peft.LoraConfig(target_modules=["lm_head"], r=2), r"lm_head: got a peft\.tuners\.lora\.layer\.Lin"
     with pytest.raises(UnsupportedHead, match=message):
         trainer(policy=peft.inject_adapter_in_model(config, tiny_trl.model()))
@@ -194,7 +304,7 @@ def test_an_adapter_that_trl_does_not_see_is_refused() -> None:
 
 def test_a_scale_that_trl_reads_otherwise_is_refused() -> None:
     """As a TRL that does not know of a name, or reads one that the model does not use."""
-    model, labels = with_fused_head("Cohere: scales its logits"), draw_labels()
+    model, labels = with_fused_head(SCALED), draw_labels()
     ours = OurHead(read_head(model))
     with d3s_head(ours):
         model(labels.clamp(min=0), labels=labels, fused_lm_head=True)

@@ -115,25 +115,13 @@ def move(ranks: Ranks, seed: int, watch: bool) -> tuple[int, int]:
         moved = bool((counts != counts[0]).any())
         moves += moved
         from_nothing += moved and int(counts.min()) == 0
-        if watch:
-            check_traffic(calls, moved, own, found, int(counts[ranks.rank]))
+        if watch:  # ranks send a number of rows, the widths, and then all columns of the leaving rows at once
+            widths = sum(value.dim() - 1 for value in own.values() if value.dim())
+            row = sum(value[:1].numel() * value.element_size() for value in found.values() if value.dim())
+            leaving = max(0, int(counts[ranks.rank]) - len(found["advantages"]))
+            assert [size for _, size in calls] == [8, *[8 * widths, leaving * row] * moved]
+            assert ["alltoall" in name for name, _ in calls] == [False, *[False, True] * moved]
     return moves, from_nothing
-
-
-def check_traffic(
-    calls: list[tuple[str, int]], moved: bool, own: dict[str, Tensor], found: dict[str, Tensor], held: int
-) -> None:
-    """Ranks send a number of rows, the widths, and then all columns of the leaving rows at once, and nothing else."""
-    names, sent = [name for name, _ in calls], [size for _, size in calls]
-    if not moved:
-        assert sent == [8]
-        return
-    widths = sum(value.dim() - 1 for value in own.values() if value.dim())
-    row = sum(v[:1].numel() * v.element_size() for v in found.values() if v.dim())
-    leaving = max(0, held - len(found["advantages"]))
-    assert sent == [8, 8 * widths, leaving * row]
-    assert "alltoall" in names[-1]
-    assert not any("alltoall" in name for name in names[:-1])
 
 
 def test_rows_move_by_one_all_to_all_and_become_as_wide_as_the_widest() -> None:

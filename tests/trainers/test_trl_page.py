@@ -1,6 +1,4 @@
-"""The pages that `selection_page_steps` writes show what was trained on. With several processes:
-test_trl_processes.py.
-"""
+"""The pages that `selection_page_steps` writes show what was trained on. With processes: test_trl_processes.py."""
 
 from __future__ import annotations
 
@@ -47,7 +45,9 @@ def text(rollout: str) -> str:
 
 def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any]:
     """Trains. Returns the tokens that each loss saw, of each rollout by its place, and the trainer."""
+    rollouts_by = options.pop("rollout_func", None)
     made = trainer(output_dir=str(folder), **options)
+    made.rollout_func = rollouts_by
     seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
 
@@ -69,6 +69,13 @@ def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any
     return seen, made
 
 
+def one_page(folder: Path, **options: Any) -> tuple[str, list[dict[int, list[Token]]]]:
+    """The page of a single step, and the tokens that each loss saw."""
+    seen, _ = run(folder, max_steps=1, selection_page_steps=1, **options)
+    (page,) = pages(folder).values()
+    return page, seen
+
+
 def assert_shows(page: str, seen: list[dict[int, list[Token]]], count: int = 2 * GROUP) -> None:
     """The page has the tokens of the loss, each in its place, and folds the rollouts that no loss saw."""
     expected = {place: row for micro_batch in seen for place, row in micro_batch.items()}
@@ -76,11 +83,9 @@ def assert_shows(page: str, seen: list[dict[int, list[Token]]], count: int = 2 *
     assert len(shown) == count
     for place, rollout in enumerate(shown):
         assert rollout.startswith("<article>" if place in expected else "<details>")
-        if place not in expected:
-            continue
-        found = tokens(rollout)
-        assert [token[:2] for token in found] == [token[:2] for token in expected[place]]
-        for (*_, score, entropy), (*_, wanted_score, wanted_entropy) in zip(found, expected[place], strict=True):
+        found, wanted = tokens(rollout), expected.get(place, [])
+        assert [token[:2] for token in found] == [token[:2] for token in wanted]
+        for (*_, score, entropy), (*_, wanted_score, wanted_entropy) in zip(found, wanted, strict=True):
             assert score == pytest.approx(wanted_score, rel=6e-3, abs=1e-6)
             if entropy is not None:
                 assert entropy == pytest.approx(wanted_entropy, rel=6e-3, abs=1e-6)
@@ -101,8 +106,7 @@ def test_every_second_step_the_tokens_that_were_kept(tmp_path: Path, entropy_fro
 
 def test_advantages_over_the_kept_rollouts(tmp_path: Path) -> None:
     """The shown ones are those that the loss has."""
-    seen, _ = run(tmp_path, max_steps=1, selection_page_steps=1, advantages_from="kept", rollout_scope="group")
-    assert_shows(pages(tmp_path)[0], seen)
+    assert_shows(*one_page(tmp_path, advantages_from="kept", rollout_scope="group"))
 
 
 def test_rollouts_without_an_advantage_have_no_entropy_of_their_own(tmp_path: Path) -> None:
@@ -110,11 +114,7 @@ def test_rollouts_without_an_advantage_have_no_entropy_of_their_own(tmp_path: Pa
         values = share_of_even(completion_ids)
         return [value if row < GROUP else 0.5 for row, value in enumerate(values)]
 
-    seen, _ = run(
-        tmp_path, max_steps=1, selection_page_steps=1, reward_funcs=reward, entropy_from="rollout", rollouts_start=7,
-        rollouts_end=7,
-    )  # fmt: skip
-    (page,) = pages(tmp_path).values()
+    page, seen = one_page(tmp_path, reward_funcs=reward, entropy_from="rollout", rollouts=7)
     assert_shows(page, seen)
     found = [token for rollout in rollouts(page)[GROUP:] for token in tokens(rollout)]
     assert found
@@ -128,11 +128,7 @@ def test_tokens_of_tools_have_no_score(tmp_path: Path) -> None:
         mask = [[1, 1, 1, 0, 0, 0, 1, 1, 1, 1] for _ in prompts]
         return {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": ids, "logprobs": None, "env_mask": mask}
 
-    options = {"selection_page_steps": 1, "max_steps": 1}
-    made = trainer(output_dir=str(tmp_path), **options)
-    made.rollout_func = generate
-    made.train()
-    (page,) = pages(tmp_path).values()
+    page, _ = one_page(tmp_path, rollout_func=generate)
     kept = page.count("<article>")
     assert f"of {7 * kept:,}</b> tokens" in page
     assert page.count("of 7 tokens kept") == kept
@@ -142,9 +138,7 @@ def test_tokens_of_tools_have_no_score(tmp_path: Path) -> None:
 
 
 def test_truncated_completions_that_are_not_in_the_loss(tmp_path: Path) -> None:
-    run(tmp_path, max_steps=1, selection_page_steps=1, mask_truncated_completions=True, rollouts_start=8,
-        rollouts_end=8, max_completion_length=6)  # fmt: skip
-    (page,) = pages(tmp_path).values()
+    page, _ = one_page(tmp_path, mask_truncated_completions=True, rollouts=8, max_completion_length=6)
     # TRL takes a completion for truncated unless it ends with the end token, or with padding.
     truncated = [rollout for rollout in rollouts(page) if not text(rollout).strip().endswith(">")]
     assert truncated  # of 16 rollouts, hardly any ends within 6 of 61 equally likely tokens
@@ -164,8 +158,7 @@ def test_rewards_and_advantages_are_those_of_each_rollout(tmp_path: Path) -> Non
         rewarded.update(zip(texts, values, strict=True))
         return values
 
-    run(tmp_path, max_steps=1, selection_page_steps=1, reward_funcs=reward)
-    (page,) = pages(tmp_path).values()
+    page, _ = one_page(tmp_path, reward_funcs=reward)
     shown = []
     for rollout in rollouts(page):
         value, advantage = re.search(r"reward ([\d.]+), advantage <b[^>]*>([-+.\d]+)</b>", rollout).groups()
@@ -201,9 +194,8 @@ def test_a_second_run_of_a_trainer_has_its_own_pages(tmp_path: Path) -> None:
 
 
 def test_at_most_so_many_rollouts_in_whole_groups(tmp_path: Path) -> None:
-    run(tmp_path, max_steps=1, selection_page_steps=1, per_device_train_batch_size=3 * GROUP, num_generations=24,
-        gradient_accumulation_steps=4)  # fmt: skip
-    (page,) = pages(tmp_path).values()
+    options = {"per_device_train_batch_size": 3 * GROUP, "num_generations": 24, "gradient_accumulation_steps": 4}
+    page, _ = one_page(tmp_path, **options)
     assert len(rollouts(page)) == SHOWN // 24 * 24
     assert page.count("<h2>") == SHOWN // 24
 

@@ -32,11 +32,9 @@ def snippet() -> str:
 
 def test_a_run_for_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    records = [
-        {"index": index, "successes": found, "samples": 8, "mean_reward": found / 8}
-        for index, found in enumerate(SUCCESSES)
-    ]
-    lines = [{"settings": {"queries": len(SUCCESSES)}}, *records]
+    lines: list[dict[str, Any]] = [{"settings": {"queries": len(SUCCESSES)}}]
+    for index, found in enumerate(SUCCESSES):
+        lines.append({"index": index, "successes": found, "samples": 8, "mean_reward": found / 8})
     (tmp_path / "profile.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     prompts = [f"w{10 + index}" for index in range(len(SUCCESSES))]
     model().save_pretrained("initial")

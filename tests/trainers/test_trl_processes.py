@@ -28,8 +28,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "off-policy tokens": (2, {"sampling_mask": True, "top_p": 0.9, "off_policy_rule": "m2po", "off_policy_high": 0.03}),
     "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
 }
-
-
 QUICK = "tokens in the update"
 PARAMETERS = [QUICK, *(slow(name, shows="these options across processes") for name in CASES if name != QUICK)]
 
@@ -57,18 +55,15 @@ def alone(ranks: int, options: dict[str, Any]) -> dict[str, Tensor]:
     return outcome(made, batch_of_rank(1, 0, 1, *kinds_of(made.args)))
 
 
-def tokens_of(row: int, batch: dict[str, Tensor]) -> tuple[int, ...]:
-    return tuple(batch["completion_ids"][row][batch["completion_mask"][row].bool()].tolist())
-
-
 def by_rollout(batch: dict[str, Tensor], name: str) -> dict[tuple[int, ...], Any]:
-    values = batch[name].tolist()
-    mask = batch["completion_mask"].bool()
-    cut = batch[name].dim() == 2
-    return {
-        tokens_of(row, batch): batch[name][row][mask[row]].tolist() if cut else values[row]
-        for row in range(len(values))
-    }
+    """A field's values, by the tokens of the rollout."""
+    mask = batch["prompt_mask" if name.startswith("prompt") else "completion_mask"].bool()
+    rows = zip(batch[name], mask, strict=True)
+    values = [(value[present] if value.dim() else value).tolist() for value, present in rows]
+    tokens = zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True)
+    found = {tuple(ids[present].tolist()): value for (ids, present), value in zip(tokens, values, strict=True)}
+    assert len(found) == len(values)  # rollouts are told by their tokens
+    return found
 
 
 def merged(outcomes: list[dict[str, Tensor]], name: str) -> dict[tuple[int, ...], Any]:
@@ -87,29 +82,19 @@ def test_the_same_rollouts_and_as_many_on_each_process(together: tuple) -> None:
     assert outcomes[0]["forwards"] > 0
     assert len({int(one["forwards"]) for one in outcomes}) == 1  # the forwards of a sharded model are joint
     assert sum(len(one["advantages"]) for one in outcomes) == len(single["advantages"])
-    ours = merged(outcomes, "advantages")
-    expected = by_rollout(single, "advantages")
-    assert ours.keys() == expected.keys()
-    assert all(ours[row] == pytest.approx(expected[row], rel=1e-5, abs=1e-6) for row in ours)
+    assert merged(outcomes, "advantages") == pytest.approx(by_rollout(single, "advantages"), rel=1e-5, abs=1e-6)
     for one in outcomes:
         assert one["num_items_in_batch"] == single["num_items_in_batch"]
 
 
 def test_prompts_travel_with_their_completions(together: tuple) -> None:
-    everything = batch_of_rank(1, 0, 1)
-    prompts = {
-        tokens_of(row, everything): everything["prompt_ids"][row][everything["prompt_mask"][row].bool()].tolist()
-        for row in range(ROWS)
-    }
+    prompts = by_rollout(batch_of_rank(1, 0, 1), "prompt_ids")
     ranks, options, outcomes, _ = together
     moved = []
     for rank, one in enumerate(outcomes):
-        own = batch_of_rank(1, rank, ranks)
-        at_first = {tokens_of(row, own) for row in range(len(own["advantages"]))}
-        rows = range(len(one["advantages"]))
-        moved.append(sum(tokens_of(row, one) not in at_first for row in rows))
-        for row in rows:
-            assert one["prompt_ids"][row][one["prompt_mask"][row].bool()].tolist() == prompts[tokens_of(row, one)]
+        found, at_first = (by_rollout(batch, "prompt_ids") for batch in (one, batch_of_rank(1, rank, ranks)))
+        assert found.items() <= prompts.items()
+        moved.append(len(found.keys() - at_first.keys()))
     assert sum(moved) > 0 or options.get("rollout_scope") == "group"  # with scope "batch", one process has more to keep
     if options == CASES["one that keeps none"][1]:
         assert moved[1] == len(outcomes[1]["advantages"])  # all came from other processes
@@ -123,10 +108,8 @@ def test_no_scores_travel(together: tuple) -> None:
     for one in outcomes:
         for name, size in one["sent"]["_keep_rollouts"]:
             assert "alltoall" in name or size <= 4 * (2 * PER_RANK[ranks] + 1)
-        of_one_token = one["sent"]["one token"]
-        if options.get("token_scope") == "sequence":
-            of_one_token = []
-        assert one["sent"]["_choose_tokens"] == of_one_token
+        by_sequence = options.get("token_scope") == "sequence"
+        assert one["sent"]["_choose_tokens"] == ([] if by_sequence else one["sent"]["one token"])
 
 
 def test_the_same_tokens_and_gradient(together: tuple) -> None:
@@ -135,26 +118,23 @@ def test_the_same_tokens_and_gradient(together: tuple) -> None:
     if "d3s_kept" in single:
         assert merged(outcomes, "d3s_kept") == by_rollout(single, "d3s_kept")
     for one in outcomes:
-        assert one["d3s/tokens_kept"].tolist() == single["d3s/tokens_kept"].tolist()
-        assert one["d3s/rollouts_kept"].tolist() == single["d3s/rollouts_kept"].tolist()
+        for name in ("d3s/tokens_kept", "d3s/rollouts_kept"):
+            assert one[name].tolist() == single[name].tolist(), name
         for name in ("entropy", "d3s/entropy_kept", "d3s/entropy_dropped"):
             assert one[name].tolist() == pytest.approx(single[name].tolist(), rel=1e-4), name
     gradient = torch.stack([one["gradient"] for one in outcomes]).mean(dim=0)
     assert gradient.norm() > 0
-    loss = options.get("loss_type", "dapo")
+    loss, tolerance = options.get("loss_type", "dapo"), 1e-4 * float(gradient.abs().max())
     if loss != "bnpo":  # its mean is over each process's own tokens, in TRL too
         # The single process accumulates over as many steps, for which dapo's denominator accounts.
         expected = single["gradient"] * (ranks if loss == "grpo" else 1)
-        tolerance = 1e-4 * float(gradient.abs().max())
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=tolerance)
 
 
 def test_training_keeps_the_processes_together(together: tuple) -> None:
-    weights = [one["weights"] for one in together[3]]
-    for other in weights[1:]:
-        assert torch.equal(weights[0], other)
-    start = torch.cat([parameter.detach().flatten() for parameter in model().parameters()])
-    assert not torch.equal(weights[0], start)
+    first, *others = (one["weights"] for one in together[3])
+    assert all(torch.equal(first, other) for other in others)
+    assert not torch.equal(first, torch.cat([parameter.detach().flatten() for parameter in model().parameters()]))
 
 
 def test_pages_show_the_rollouts_of_all_processes(together: tuple) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -62,9 +64,14 @@ def test_trimmed_keeps_two_columns_of_nothing(there: int, left: int) -> None:
     assert trimmed(batch, None)["completion_ids"].shape == (16, left)
 
 
-def test_kept_rows_are_whole_and_in_their_order() -> None:
-    made = trainer(rollouts=3)
-    batch = generation_batch(5)
+@pytest.mark.parametrize("tools", [False, True])
+def test_kept_rows_are_whole_and_in_their_order(tools: bool) -> None:
+    made, batch = trainer(rollouts=3), generation_batch(5)
+    batch["completion_mask"][:, :2] = 1
+    counted = batch["completion_mask"].clone()
+    if tools:  # whose tokens are not counted
+        counted[:, 0] = 0
+        batch["tool_mask"] = counted
     expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, multiple_of=2).flatten()
     kept = made._keep_rollouts(dict(batch))
     assert expected.sum() == 6
@@ -73,9 +80,9 @@ def test_kept_rows_are_whole_and_in_their_order() -> None:
     assert torch.equal(kept["advantages"], batch["advantages"][expected])
     for name in ("prompt_ids", "prompt_mask"):
         assert torch.equal(kept[name], batch[name][expected][:, 4 - prompt :])
-    for name in ("completion_ids", "completion_mask"):
+    for name in ("completion_ids", "completion_mask", *["tool_mask"] * tools):
         assert torch.equal(kept[name], batch[name][expected][:, :width])
-    assert kept["num_items_in_batch"] == batch["completion_mask"][expected].sum()
+    assert kept["num_items_in_batch"] == counted[expected].sum()
     assert (kept["completion_ids"][kept["completion_mask"] == 0] == PAD).all()
 
 
@@ -87,29 +94,29 @@ def test_widths_are_multiples_where_trl_pads_to_them() -> None:
     assert kept["prompt_ids"].shape[1] % 8 == 0
 
 
+FOUR_STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
 def test_rows_are_a_multiple_of_the_steps() -> None:
-    with pytest.warns(
-        UserWarning,
-        match=r"rollouts_start: got 3, but 4 of 8 rollouts are kept: a group has 8, and .* multiple of .*, 4",
-    ):
-        made = trainer(rollouts=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    kept = made._keep_rollouts(generation_batch(1, rows=GROUP))
-    assert len(kept["advantages"]) == 4
+    with pytest.warns(UserWarning, match="rollouts_start: got 3"):
+        made = trainer(rollouts=3, **FOUR_STEPS)
+    assert len(made._keep_rollouts(generation_batch(1, rows=GROUP))["advantages"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rollouts": 12}, "rollouts_start: got 12, but 16 of 16 rollouts are kept: a group has 8"),
-        (
-            {"rollouts_end": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-            "rollouts_end: got 5, but 8 of 8 rollouts are kept: a group has 8, and ",
-        ),
-    ],
-)
-def test_little_to_drop_is_said(options: dict, message: str) -> None:
-    with pytest.warns(UserWarning, match=message):
-        trainer(**options)
+LITTLE: dict[str, dict[str, Any]] = {
+    "_start: got 3, but 4 of 8 rollouts are kept: a group has 8, and .* multiple of .*, 4": {
+        "rollouts": 3,
+        **FOUR_STEPS,
+    },
+    "_start: got 12, but 16 of 16 rollouts are kept: a group has 8": {"rollouts": 12},
+    "_end: got 5, but 8 of 8 rollouts are kept: a group has 8, and ": {"rollouts_end": 5, **FOUR_STEPS},
+}
+
+
+@pytest.mark.parametrize("message", LITTLE)
+def test_little_to_drop_is_said(message: str) -> None:
+    with pytest.warns(UserWarning, match=f"rollouts{message}"):
+        trainer(**LITTLE[message])
 
 
 def test_enough_to_drop_is_not_remarked_upon(recwarn: pytest.WarningsRecorder) -> None:
@@ -118,22 +125,19 @@ def test_enough_to_drop_is_not_remarked_upon(recwarn: pytest.WarningsRecorder) -
     assert not [warning for warning in recwarn if "rollouts_" in str(warning.message)]
 
 
-def test_tool_tokens_are_not_counted() -> None:
+@pytest.mark.parametrize(
+    ("rule", "advantages"),
+    [
+        ("max_variance", [-3.0, -3.0, 1.0, 0.5, 0.25, -0.5, -1.0, 0.75]),
+        ("highest", [-0.1, -0.1, -1.0, -0.5, -0.25, -0.5, -1.0, -0.75]),
+    ],
+)
+def test_a_rollout_without_a_token_in_the_loss_takes_no_place(rule: str, advantages: list[float]) -> None:
+    """mask_truncated_completions leaves such rollouts, here two of each group, often with the lowest reward of all."""
     batch = generation_batch(5)
-    batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
-    batch["tool_mask"][:, 0] = 0
-    kept = trainer()._keep_rollouts(batch)
-    assert kept["num_items_in_batch"] == (kept["completion_mask"] * kept["tool_mask"]).sum()
-    assert kept["num_items_in_batch"] == kept["completion_mask"].sum() - 8
-
-
-def test_a_rollout_without_a_token_in_the_loss_takes_no_place() -> None:
-    """mask_truncated_completions leaves such rollouts, often with the lowest reward of all."""
-    batch = generation_batch(5)
-    batch["advantages"] = torch.tensor([-3.0, -3.0, 1.0, 0.5, 0.25, -0.5, -1.0, 0.75] * 2)
-    truncated = batch["advantages"] == -3
-    batch["completion_mask"][truncated] = 0
-    kept = trainer()._keep_rollouts(batch)
+    batch["advantages"] = torch.tensor(advantages * 2)
+    batch["completion_mask"].view(2, GROUP, -1)[:, :2] = 0
+    kept = trainer(rollout_rule=rule)._keep_rollouts(batch)
     assert len(kept["advantages"]) == 8
     assert (kept["completion_mask"].sum(dim=1) > 0).all()
 
@@ -178,8 +182,9 @@ def test_the_schedule_moves_the_budget() -> None:
         made.state.global_step = step
         sizes.append((len(made._keep_rollouts(generation_batch(7))["advantages"]), made._budget().token_ratio))
     assert sizes == [(4, 0.1), (10, pytest.approx(0.3)), (16, 0.5)]
-    assert made._metrics["train"]["d3s/rollouts_kept"] == [4, 10, 16]
-    assert made._metrics["train"]["d3s/rollout_share_asked"] == [2 / 8, 5 / 8, 1]
-    assert made._metrics["train"]["d3s/groups_without_spread"] == [0.5] * 3
-    dropped = made._metrics["train"]["d3s/tokens_not_forwarded"]
+    logged = made._metrics["train"]
+    assert logged["d3s/rollouts_kept"] == [4, 10, 16]
+    assert logged["d3s/rollout_share_asked"] == [2 / 8, 5 / 8, 1]
+    assert logged["d3s/groups_without_spread"] == [0.5] * 3
+    dropped = logged["d3s/tokens_not_forwarded"]
     assert dropped[0] > dropped[1] > dropped[2] == 0

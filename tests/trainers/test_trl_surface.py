@@ -1,11 +1,9 @@
-"""What the integration relies on is in this TRL; a change of it is found, by a test or while training.
-
-Tried on copies of TRL's trainer, each with one change.
-"""
+"""What the integration relies on is in this TRL; a change of it, tried on copies, is found, here or while training."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -14,27 +12,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
-import torch
 import trl.trainer.grpo_trainer as trls
 import trl.trainer.utils as trl_utils
+import trl_surface as surface
+from peft import LoraConfig
 from tiny_trl import PlainTrainer, generated, trainer
 from trl_changes import BY_THE_TEST, IN_THE_FIRST_STEP, other_order
-from trl_surface import (
-    ATTRIBUTES,
-    FUNCTIONS,
-    HEAD,
-    LOSS_MAY_READ,
-    LOSS_READS,
-    METHODS,
-    ChangedTRL,
-    check_attributes,
-    check_class,
-    check_loss,
-    inherited,
-    read_by,
-)
+from trl_surface import ChangedTRL, check_class, check_loss
 
 from d3s_kernels.denominators import DENOMINATORS
 from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
@@ -73,32 +60,40 @@ def made(saved: str, **options: Any) -> Any:
 def check_all(saved: str, **options: Any) -> None:
     check_class(D3STrainer, Scoring)
     ours = made(saved, **options)
-    check_attributes(ours)
-    check_loss(ours, inherited(D3STrainer, Scoring, "_compute_loss"))
+    surface.check_attributes(ours)
+    check_loss(ours, surface.inherited(D3STrainer, Scoring, "_compute_loss"))
+
+
+def assert_refused(ours: Any, message: str) -> None:
+    """In the first step: the optimizer has not moved."""
+    with pytest.raises(UnknownTRL, match=message):
+        ours.train()
+    assert ours.state.global_step == 0
 
 
 def test_this_trl_is_as_it_was_read(saved: str) -> None:
+    """Every name of the table is there, and none is left over. If this fails, TRL has changed: see CONTRIBUTING."""
     check_all(saved)
+    assert surface.read_by(trls.GRPOTrainer._compute_loss) == surface.LOSS_READS.keys() | set(
+        surface.LOSS_MAY_READ.split()
+    )
+    relied = [entry.name for entry in (*surface.METHODS, *surface.FUNCTIONS, *surface.HEAD)]
+    assert len(set(relied)) == len(relied)
 
 
 @pytest.mark.parametrize("change", BY_THE_TEST)
 def test_a_change_is_found_before_a_version_is_taken(change: str, with_trls: Callable, saved: str) -> None:
     replaced, message, options = BY_THE_TEST[change]
     with_trls(replaced)
-    with pytest.raises((ChangedTRL, ValueError), match=message) as error:
+    with pytest.raises((ChangedTRL, ValueError), match=message):
         check_all(saved, **options)
-    print(f"{change}: {type(error.value).__name__}: {error.value}")
 
 
 @pytest.mark.parametrize("change", IN_THE_FIRST_STEP)
 def test_a_change_is_refused_in_the_first_step(change: str, with_trls: Callable, saved: str) -> None:
     replaced, message, options = IN_THE_FIRST_STEP[change]
     with_trls(replaced)
-    ours = made(saved, **options)
-    with pytest.raises(UnknownTRL, match=message) as error:
-        ours.train()
-    assert ours.state.global_step == 0  # the optimizer has not moved
-    print(f"{change}: {type(error.value).__name__}: {error.value}")
+    assert_refused(made(saved, **options), message)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -106,8 +101,7 @@ def test_passes_in_another_order_give_the_same_batch(adapters: bool, with_trls: 
     """A pass is told by the model that it scores with, or by the model's adapters."""
     options: dict[str, Any] = {"num_iterations": 2, "beta": 0.1}
     if adapters:
-        peft = pytest.importorskip("peft")
-        options["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+        options["peft_config"] = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     batches = []
     for replaced in ({}, other_order(SOURCE)):
         with_trls(replaced)
@@ -124,7 +118,7 @@ def test_passes_in_another_order_give_the_same_batch(adapters: bool, with_trls: 
 def test_every_loss_of_trl_is_taken(loss: str) -> None:
     """With all that TRL can add to it, and with micro-batches of any share of a generation batch."""
     ours = trainer(loss_type=loss, gradient_accumulation_steps=4, steps_per_generation=2, use_bias_correction_kl=True)
-    metrics = {mode: dict(values) for mode, values in ours._metrics.items()}
+    metrics = copy.deepcopy(ours._metrics)
     added: dict[str, Any] = {
         "beta": 0.1, "_entropy_bonus_enabled": True, "use_adaptive_entropy": True, "aux_loss_enabled": True,
         "off_policy_mask_threshold": 0.5, "use_vllm": True,
@@ -135,23 +129,13 @@ def test_every_loss_of_trl_is_taken(loss: str) -> None:
             setattr(ours, name, value)  # with those before
             check_loss(ours, trls.GRPOTrainer._compute_loss)
         vars(ours).update(before)
-    assert {mode: dict(values) for mode, values in ours._metrics.items()} == metrics  # nothing is logged
+    assert ours._metrics == metrics  # nothing is logged
     assert ours._entropy_window_stats is None
-
-
-def test_the_table_is_of_this_trl() -> None:
-    """Every name of the table is there, and none is left over. If this fails, TRL has changed: see CONTRIBUTING."""
-    check_class(D3STrainer, Scoring)
-    assert read_by(trls.GRPOTrainer._compute_loss) == LOSS_READS.keys() | set(LOSS_MAY_READ.split())
-    ours = trainer()
-    assert [name for name in ATTRIBUTES if not hasattr(ours, name)] == []
-    relied = [entry.name for entry in (*METHODS, *FUNCTIONS, *HEAD)]
-    assert len(set(relied)) == len(relied)
 
 
 def test_private_names_of_trl_are_all_in_the_table() -> None:
     """What the integration uses of TRL's trainer and modules beyond their public names."""
-    listed = {entry.name.rpartition(".")[2] for entry in METHODS} | ATTRIBUTES.keys()
+    listed = {entry.name.rpartition(".")[2] for entry in surface.METHODS} | surface.ATTRIBUTES.keys()
     own = {name for layer in LAYERS for name in vars(layer) if name not in vars(trls.GRPOTrainer)}
     used = {
         node.attr for layer in LAYERS for node in ast.walk(ast.parse(inspect.getsource(layer)))
@@ -163,18 +147,15 @@ def test_private_names_of_trl_are_all_in_the_table() -> None:
     assert used - own - of_transformers <= listed
 
 
-@pytest.mark.parametrize("function", FUNCTIONS + HEAD, ids=lambda entry: entry.name)
-def test_a_function_that_changed_is_found(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, _, name = function.name.removesuffix(".forward").rpartition(".")
+@pytest.mark.parametrize("function", [entry.name for entry in surface.FUNCTIONS + surface.HEAD])
+def test_a_function_that_changed_is_found(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, name = function.removesuffix(".forward").rpartition(".")
     holder = sys.modules[module]
     if not hasattr(holder, name):
         pytest.skip("this TRL has no such function")
-    monkeypatch.setattr(holder, name, lambda other: None)
-    if function.name.endswith(".forward"):
-        monkeypatch.setattr(holder, name, type("Renamed", (), {}))
-    with pytest.raises(ChangedTRL, match=function.name.replace(".", r"\.")) as error:
+    monkeypatch.setattr(holder, name, type("Renamed", (), {}) if function.endswith(".forward") else lambda other: None)
+    with pytest.raises(ChangedTRL, match=function.replace(".", r"\.")):
         check_class(D3STrainer, Scoring)
-    print(f"{function.name}: {error.value}")
 
 
 def test_a_head_that_models_do_not_look_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,55 +166,38 @@ def test_a_head_that_models_do_not_look_up_is_found(monkeypatch: pytest.MonkeyPa
 
 # ---- the selection is seen to act ------------------------------------------------------------------------------------
 
-# Overrides what Unsloth's trainer does: its loss asks for no scores and computes log-probabilities itself.
-STAND_IN = """
-import torch
 
-class {name}(Base):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        {scores}
-        logits = model(tokens).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
-        logprob = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
-        return -(logprob * inputs["advantages"][:, None] * inputs["completion_mask"]).mean()
-"""
-ITS_SCORES = """
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
-        compute_efficient=False, *args, **kwargs
-    ):
-        return None, None
-"""
-ASKS = "self._get_per_token_logps_and_entropies(model, tokens, tokens, 1, None, False, True)"
+def unsloths(base: type, asks: bool) -> type:
+    """Overrides what Unsloth's trainer does: its loss computes log-probabilities itself, and ignores scores."""
 
+    class UnslothGRPOTrainer(base):
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> torch.Tensor:
+            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            if asks:
+                self._get_per_token_logps_and_entropies(model, tokens, tokens, 1, None, False, True)
+            logits = model(tokens).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+            logprob = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+            return -(logprob * inputs["advantages"][:, None] * inputs["completion_mask"]).mean()
 
-def stand_in(base: type, folder: Path, name: str, source: str) -> type:
-    """A class whose module was written to a file, as Unsloth writes it."""
-    file = folder / "UnslothGRPOTrainer.py"
-    file.write_text(source, encoding="utf-8")
-    module: dict[str, Any] = {"Base": base, "__name__": "UnslothGRPOTrainer"}
-    exec(compile(source, file, "exec"), module)
-    found: type = module[name]
-    return found
+        if asks:
+
+            def _get_per_token_logps_and_entropies(self, *_: Any) -> Any:
+                return None, None
+
+    return UnslothGRPOTrainer
 
 
-@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("above", [False, True])
-def test_a_loss_of_another_trainer_is_refused_in_the_first_step(
-    above: bool, scores: bool, tmp_path: Path, with_trls: Callable
-) -> None:
+def test_a_loss_of_another_trainer_is_refused_in_the_first_step(above: bool, asks: bool, with_trls: Callable) -> None:
     with_trls({})  # brings the bases back afterwards
-    name = "_UnslothGRPOTrainer"
-    source = STAND_IN.format(name=name, scores=ASKS if scores else "pass") + (ITS_SCORES if scores else "")
     if above:  # a class of the user's, derived from ours
-        ours = trainer(stand_in(D3STrainer, tmp_path, name, source))
+        ours = trainer(unsloths(D3STrainer, asks))
     else:
-        Scoring.__bases__ = (*Scoring.__bases__[:-1], stand_in(trls.GRPOTrainer, tmp_path, name, source))
+        Scoring.__bases__ = (*Scoring.__bases__[:-1], unsloths(trls.GRPOTrainer, asks))
         ours = trainer()
-    message = rf"no token was selected in this step\. .*; it may not come through .*{name}\.compute_loss"
-    with pytest.raises(UnknownTRL, match=message):
-        ours.train()
-    assert ours.state.global_step == 0
+    message = r"no token was selected in this step\. .*; it may not come through .*UnslothGRPOTrainer\.compute_loss"
+    assert_refused(ours, message)
 
 
 def test_a_batch_that_is_not_ours_is_refused() -> None:
@@ -242,8 +206,7 @@ def test_a_batch_that_is_not_ours_is_refused() -> None:
             return trls.GRPOTrainer._generate_and_score_completions(self, inputs)
 
     message = r"no rollouts were chosen for this step\. .*; it may not come through test_trl_surface.*Theirs"
-    with pytest.raises(UnknownTRL, match=message):
-        trainer(Theirs).train()
+    assert_refused(trainer(Theirs), message)
 
 
 def calling_ours(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -256,13 +219,9 @@ def calling_ours(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return ours
 
 
-def test_a_loss_that_calls_ours_and_takes_another_is_refused() -> None:
+def test_a_loss_that_calls_ours_and_takes_another_is_refused_and_one_that_adds_to_it_is_taken() -> None:
     message = r"no token was selected in this step\. .*; it may not come through test_trl_surface\.calling_ours\."
-    with pytest.raises(UnknownTRL, match=message):
-        calling_ours(torch.Tensor.detach).train()
-
-
-def test_a_loss_that_adds_to_ours_is_taken() -> None:
-    ours = calling_ours(lambda loss: loss)
-    ours.train()
-    assert ours.state.global_step == 1
+    assert_refused(calling_ours(torch.Tensor.detach), message)
+    adds_to_ours = calling_ours(lambda loss: loss)
+    adds_to_ours.train()
+    assert adds_to_ours.state.global_step == 1

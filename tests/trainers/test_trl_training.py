@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-from batches import generation_batch, texts
+from batches import forwards, generation_batch, looked_at, texts
 from datasets import Dataset
+from peft import LoraConfig
 from tiny_trl import GROUP, PlainTrainer, generated, model, share_of_even, trainer
-from updates import forwards
 
 from d3s_kernels._head import backward
 from d3s_kernels.integrations import trl as integration
@@ -97,58 +97,51 @@ def test_an_update_in_which_no_token_is_kept_is_counted() -> None:
     assert row["d3s/updates_without_tokens"] == 0.5
 
 
+REFERENCE: dict[str, Any] = {"beta": 0.1, "loss_type": "grpo"}
+# The paper's range, 0.02, would clip every token of so large a step.
+ESPO: dict[str, Any] = {"importance_sampling_level": "entropy_group", "espo_alpha": 1.0, "loss_type": "grpo"}
+
+
+def adapter(**options: Any) -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", **options)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_iterations": 2},
-        {"num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
-        {"steps_per_generation": 4},  # two updates for each generation
-        {"entropy_from": "rollout"},
-        {"entropy_from": "update", "num_iterations": 2},
-        {"rollout_scope": "group", "token_scope": "sequence"},
-        {"advantages_from": "kept", "rollout_scope": "group", "tokens": 1.0},
-        {"gradient_checkpointing": True},
-        {"bf16": True},
-        {"scale_rewards": "batch"},
-        {"mask_truncated_completions": True, "max_completion_length": 100},
-        {"drop_zeros": True},
-        {"pad_to_multiple_of": 8},
+        {"num_iterations": 2}, {"num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"steps_per_generation": 4}, {"entropy_from": "rollout"}, {"entropy_from": "update", "num_iterations": 2},
+        {"rollout_scope": "group", "token_scope": "sequence"}, {"drop_zeros": True}, {"scale_rewards": "batch"},
+        {"advantages_from": "kept", "rollout_scope": "group", "tokens": 1.0}, {"pad_to_multiple_of": 8}, {"bf16": True},
+        {"gradient_checkpointing": True}, {"mask_truncated_completions": True, "max_completion_length": 100},
         {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2 * GROUP, "rollouts_start": 3},
+        REFERENCE, REFERENCE | {"importance_sampling_level": "sequence"},
+        {"num_iterations": 2, "peft_config": adapter()},
+        {"num_iterations": 2, "peft_config": adapter(modules_to_save=["lm_head"]), "beta": 0.1},
+        ESPO, ESPO | {"num_iterations": 2}, ESPO | {"num_iterations": 2, "entropy_from": "update", "loss_type": "dapo"},
+        ESPO | {"steps_per_generation": 4, "espo_quantiles": [0.5, 0.9], "espo_denominator": "old"},
     ],
     ids=lambda options: " ".join(options),
-)
-def test_trains(options: dict[str, Any]) -> None:
-    trained(**options)
+)  # fmt: skip
+def test_trains(options: dict[str, Any], saved: str) -> None:
+    for row in trained(saved if "beta" in options else None, **options):
+        assert row.get("kl", 0) >= 0
+        assert ("kl" in row) == ("beta" in options)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_trains_with_a_reference(saved: str, level: str) -> None:
-    for row in trained(policy=saved, beta=0.1, importance_sampling_level=level, loss_type="grpo"):
-        assert row["kl"] >= 0
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_trains_an_adapter(saved: str, beta: float) -> None:
-    peft = pytest.importorskip("peft")
-    whole = ["lm_head"] if beta else None  # trained besides, all of it
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", modules_to_save=whole)
-    trained(policy=saved, peft_config=config, beta=beta, num_iterations=2)
-
-
-def test_evaluates_as_trl_does() -> None:
-    made = trainer(per_device_eval_batch_size=GROUP)
-    made.eval_dataset = Dataset.from_dict({"prompt": ["w2 w3", "w4 w5"]})
-    logged = made.evaluate()
-    assert logged["eval_reward"] >= 0
-    assert not [name for name in logged if "d3s" in name]
-
-
-def test_evaluation_drops_nothing() -> None:
-    made = trainer()
-    made.model.eval()
-    batch = generated(made)
-    assert len(batch["advantages"]) == 2 * GROUP
-    assert not [name for name in (*batch, *made._metrics["train"]) if "d3s" in name]
+@pytest.mark.parametrize("ours", [{}, {"sampling_mask": True}], ids=str)
+def test_evaluates_as_trl_does(ours: dict[str, Any]) -> None:
+    """Of all rollouts, with TRL's share of tokens, over the whole vocabulary; and nothing of ours is logged."""
+    logs = []
+    for kind, more in ((PlainTrainer, {}), (D3STrainer, ours)):
+        data = Dataset.from_dict({"prompt": ["w2 w3", "w4 w5"]})
+        made = trainer(kind, eval_dataset=data, top_p=0.9, top_entropy_quantile=0.25, **more)
+        torch.manual_seed(1)
+        logs.append({name: value for name, value in made.evaluate().items() if not name.endswith(("time", "_second"))})
+        assert not made._metrics["train"]
+    theirs, found = logs
+    assert found.keys() == theirs.keys() >= {"eval_loss", "eval_entropy", "eval_reward"}
+    assert found == pytest.approx(theirs, rel=1e-5)
 
 
 def test_without_arguments_it_is_d3s(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,34 +168,6 @@ def without_padding(inputs: dict[str, Tensor]) -> list[list[int]]:
     return [row[present.bool()].tolist() for row, present in parts]
 
 
-class Meter:
-    """The rollouts that a trainer makes and keeps, and the rows of the head's backward in each micro-batch."""
-
-    def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.in_backward: list[list[int]] = []  # the targets of these rows
-        self.kept_tokens: list[list[int]] = []  # what they should be
-        self.valid = 0
-        keep, log, gradient = made._keep_rollouts, made._log_tokens, backward._gradient_of_tile
-
-        def keep_rollouts(batch: Any) -> Any:
-            kept = keep(batch)
-            self.generated, self.kept = (without_padding(texts(whole)) for whole in (batch, kept))
-            return kept
-
-        def log_tokens(kept: Tensor, mask: Tensor, *more: Any) -> Any:
-            self.kept_tokens.append(made._loss_inputs["completion_ids"][kept].tolist())
-            self.valid += int(mask.sum())
-            return log(kept, mask, *more)
-
-        def gradient_of_tile(problem: Any, head: Any, rows: Any, *more: Any) -> Tensor:
-            self.in_backward.append(rows.targets.tolist())
-            return gradient(problem, head, rows, *more)
-
-        monkeypatch.setattr(made, "_keep_rollouts", keep_rollouts)
-        monkeypatch.setattr(made, "_log_tokens", log_tokens)
-        monkeypatch.setattr(backward, "_gradient_of_tile", gradient_of_tile)
-
-
 @pytest.mark.parametrize(
     ("options", "passes"),
     [
@@ -217,29 +182,35 @@ def test_what_is_dropped_is_never_computed(
 ) -> None:
     """From rewards to the optimizer: dropped rollouts are in no forward, dropped tokens not in the head's backward."""
     made = trainer(policy=saved, max_steps=1, **options)
-    meter = Meter(made, monkeypatch)
+    made_rows, kept_rows, kept_tokens, in_backward, valid = [], [], [], [], []
+
+    def keep(kept: Any, batch: Any) -> None:
+        made_rows.extend(without_padding(texts(batch)))
+        kept_rows.extend(without_padding(texts(kept)))
+
+    def log(_: Any, kept: Tensor, mask: Tensor, *more: Any) -> None:
+        kept_tokens.append(made._loss_inputs["completion_ids"][kept].tolist())
+        valid.append(int(mask.sum()))
+
+    looked_at(monkeypatch, made, "_keep_rollouts", keep)
+    looked_at(monkeypatch, made, "_log_tokens", log)
+    looked_at(monkeypatch, backward, "_gradient_of_tile", lambda *call: in_backward.append(call[3].targets.tolist()))
     with forwards(made.model) as of_policy, forwards(made.ref_model or model()) as of_reference:
         made.train()
-    dropped = [rollout for rollout in meter.generated if rollout not in meter.kept]
-    assert (len(meter.kept), len(dropped)) == (8, 8)
+    dropped = [rollout for rollout in made_rows if rollout not in kept_rows]
+    assert (len(kept_rows), len(dropped)) == (8, 8)
     scored = [row for _, inputs in of_policy + of_reference for row in without_padding(inputs)]
-    assert len(scored) <= passes * len(meter.kept)
-    assert len(scored) == passes * len(meter.kept) or "entropy_from" in options
-    assert all(any(rollout[: len(row)] == row for rollout in meter.kept) for row in scored)
-    assert meter.in_backward == [tokens for tokens in meter.kept_tokens if tokens]
-    assert 0 < sum(map(len, meter.kept_tokens)) < 0.35 * meter.valid
+    assert len(scored) <= passes * len(kept_rows)
+    assert len(scored) == passes * len(kept_rows) or "entropy_from" in options
+    assert all(any(rollout[: len(row)] == row for rollout in kept_rows) for row in scored)
+    assert in_backward == [tokens for tokens in kept_tokens if tokens]
+    assert 0 < sum(map(len, kept_tokens)) < 0.35 * sum(valid)
 
 
 def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted over a whole run: what was logged is what was computed, and together with what was not it is all."""
     in_backward: list[int] = []
-    products = backward._sum_over_tiles
-
-    def counting(problem: Any, head: Any, rows: Any, *more: Any) -> Any:
-        in_backward.append(len(rows.hidden))
-        return products(problem, head, rows, *more)
-
-    monkeypatch.setattr(backward, "_sum_over_tiles", counting)
+    looked_at(monkeypatch, backward, "_sum_over_tiles", lambda *call: in_backward.append(len(call[3].hidden)))
     made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
     with forwards(made.model) as policy:
         made.train()
@@ -255,9 +226,7 @@ def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkey
 
 
 def test_nor_does_it_with_an_adapter_switched_off_as_the_reference(saved: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
-    made = trainer(policy=saved, peft_config=config, max_steps=1, beta=0.1)
+    made = trainer(policy=saved, peft_config=adapter(init_lora_weights=False), max_steps=1, beta=0.1)
     with forwards(made.model.get_base_model()) as policy:
         batch = generated(made)
     assert rows(policy) == [(False, GROUP)]
@@ -268,22 +237,13 @@ def test_nor_does_it_with_an_adapter_switched_off_as_the_reference(saved: str) -
     assert not torch.allclose(made._score(made.model, batch)[0][mask], without[mask])
 
 
-def test_images_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_go_along() -> None:
     made = trainer()
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(
-        made, "_get_per_token_logps_and_entropies", lambda *_, **options: (seen.update(options), None, None)
-    )
+    made._get_per_token_logps_and_entropies = lambda *_, **options: (seen.update(options), None, None)
     images = {"pixel_values": torch.ones(3, 2), "num_images": [1, 2], "image_sizes": torch.ones(3, 2)}
     made._score(made.model, generation_batch(1, rows=2) | images)
     assert images.keys() <= seen.keys()
-
-
-def test_by_default_there_is_no_pass_beside_the_update() -> None:
-    made = trainer(max_steps=1)
-    with forwards(made.model) as policy:
-        made.train()
-    assert rows(policy) == [(True, 4), (True, 4)]
 
 
 def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:

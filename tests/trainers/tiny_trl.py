@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import doctest
 import functools
 import gc
 import os
@@ -105,6 +106,14 @@ def trainer(kind: type[GRPOTrainer] = D3STrainer, policy: Any = None, **changed:
     made.state.max_steps = made.args.max_steps
     made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
     return made
+
+
+def run_example(documented: Any, **given: Any) -> None:
+    """Runs the example of a docstring, in which these names are known."""
+    (test,) = doctest.DocTestFinder(recurse=False).find(documented, documented.__name__, globs=given)
+    report: list[str] = []
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append).attempted > 0
+    assert not report, "".join(report)
 
 
 def generated(made: GRPOTrainer, prompts: Iterable[int] = (3, 5)) -> dict[str, Any]:

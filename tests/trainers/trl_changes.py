@@ -1,7 +1,4 @@
-"""Changes of TRL's trainer, as a later version could bring them, and the error that each has to give.
-
-Most are found by the tests, with which a version is tried before it is taken; the others also while training.
-"""
+"""Changes of TRL's trainer, as a later version could bring them, and the error that each has to give."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""One of several processes that train together; run by test_trl_processes.py.
+"""One of several processes that train together; it leaves in a folder what it has then.
 
-torchrun ... trl_ranks.py FOLDER OPTIONS     (JSON) leaves in FOLDER what this process kept, and its gradient
+torchrun ... trl_ranks.py FOLDER OPTIONS     (JSON) what it kept, and its gradient; for test_trl_processes.py
+torchrun ... trl_ranks.py FOLDER             groups without a spread are replaced; for test_trl_refill.py
 """
 
 from __future__ import annotations
@@ -12,22 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import generation_batch, with_sets
-from tiny_trl import model, trainer
+from batches import Seen, forwards, generation_batch, gradients, rows_of, with_sets
+from tiny_trl import GROUP, generated, model, none_for_even_prompts, trainer
 from torch import Tensor
 from traffic import counted
-from updates import Seen, forwards, gradients
 
 from d3s_kernels import select_tokens
 from d3s_kernels.integrations.trl.batch import SETS
 
 ROWS = 24  # three groups of 8; on two processes the second one lies on both
+PROMPTS = ((3, 4), (6, 8))  # of each process, to refill; all rewards of the even ones are equal
 
 
 def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False, ruled: bool = False) -> dict[str, Tensor]:
-    """This process's rows, trimmed to its own longest prompt and completion, and its own largest set. ``ruled``: with
-    the log-probabilities that an ``off_policy_rule`` reads.
-    """
+    """This process's rows, as narrow as they can be. ``ruled``: with what an ``off_policy_rule`` reads."""
     batch = generation_batch(seed, ROWS)
     batch["advantages"][:8] *= 0.1  # so that processes differ in how many rollouts they keep
     # The first process has the shorter prompts and completions, so rows that it receives are wider.
@@ -44,7 +43,7 @@ def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False, ruled: b
         batch = with_sets(batch)
         batch[SETS][:8, :, 4:] = -1
     share = ROWS // ranks
-    own = {name: v[rank * share : (rank + 1) * share] if v.dim() else v for name, v in batch.items()}
+    own = rows_of(batch, slice(rank * share, (rank + 1) * share))
     prompt = int((own["prompt_mask"].any(0)).long().argmax())
     completion = int(own["completion_mask"].any(0).sum())
     if sets:
@@ -65,10 +64,9 @@ def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     if made._tokens_before_update:
         made._choose_tokens_of_batch(batch)
     made.compute_loss(made.model, batch).backward()
-    kept = batch.get("d3s_kept")
     logged = made._metrics["train"]
     metrics = {name: torch.tensor(values) for name, values in logged.items() if "d3s" in name or name == "entropy"}
-    return {**batch, **metrics, "gradient": gradients(made)} | ({} if kept is None else {"d3s_kept": kept})
+    return {**batch, **metrics, "gradient": gradients(made)}
 
 
 def watched(made: Any, name: str, calls: list[tuple[str, int]]) -> None:
@@ -84,8 +82,23 @@ def watched(made: Any, name: str, calls: list[tuple[str, int]]) -> None:
     setattr(made, name, counting)
 
 
-def main(folder: str, options: str) -> None:
-    torch.set_num_threads(1)
+def weights_of(made: Any) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
+
+
+def refilled(folder: str) -> None:
+    made = trainer(
+        refill=2, rollouts=GROUP, tokens=1.0, reward_funcs=none_for_even_prompts, ddp_backend="gloo",
+        per_device_train_batch_size=2 * GROUP, gradient_accumulation_steps=1, output_dir=folder,
+    )  # fmt: skip
+    here = made.accelerator.process_index
+    found = {"batch": generated(made, PROMPTS[here]), "prompts": list(made._logs["prompt"])}
+    found["logged"] = {name: list(value) for name, value in made._metrics["train"].items()}
+    made.train()
+    torch.save(found | {"weights": weights_of(made)}, Path(folder) / f"{here}.pt")
+
+
+def selected(folder: str, options: str) -> None:
     made = trainer(
         policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, output_dir=folder, selection_page_steps=1,
         **json.loads(options),
@@ -109,16 +122,15 @@ def main(folder: str, options: str) -> None:
     if made.args.sampling_mask:
         del seen.batches[1:]  # in the first update the policy is the sampler's
         sampled = {name: seen.tokens(name) for name in ("sampling_per_token_logps", "logprob", "log_mass", "over_all")}
-    weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
-    logged = [
-        (row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in made.state.log_history if "d3s/tokens_kept" in row
-    ]
-    torch.save({"weights": weights, "logged": logged, "sampled": sampled}, Path(folder) / f"trained-{here}.pt")
+    rows = [row for row in made.state.log_history if "d3s/tokens_kept" in row]
+    found = {"logged": [(row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in rows], "sampled": sampled}
+    torch.save(found | {"weights": weights_of(made)}, Path(folder) / f"trained-{here}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    (refilled if len(sys.argv) == 2 else selected)(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's shutdown: gloo's threads may still want to free objects that Python holds, and abort.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,8 +1,5 @@
 """What the integration relies on in TRL beyond its public interface, and the comparison with a TRL.
 
-The tests make it with each version that is installed for them, and with copies of TRL's trainer that have one change.
-Three parts: names and parameters, what the loss reads, and the loss itself, tried on a few made-up scores.
-
 Selection multiplies the gradient of each log-probability by 0, or by a weight that is known for each type of loss. This
 is right for a loss that is a sum over tokens, divided by the known denominator. A term with another denominator, or one
 that reads entropies, would get a wrong gradient without any error. Here such a term is seen by its gradient.
@@ -28,7 +25,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from d3s_kernels.denominators import DENOMINATORS
-from d3s_kernels.integrations.trl.batch import Batch, loss_mask
+from d3s_kernels.integrations.trl.batch import loss_mask
 
 
 def place(function: Any) -> str:
@@ -71,12 +68,8 @@ METHODS = (
         "overridden: the only pass that scores tokens; its log-probabilities get the hooks",
     ),
     Relied("_compute_loss", "self model inputs", "overridden: every token that it scores is one of the loss"),
-    Relied(
-        "compute_loss", "self model inputs return_outputs num_items_in_batch", "calls _compute_loss in each step",
-    ),
-    Relied(
-        "training_step", "self model inputs num_items_in_batch", "overridden: one step, with its backward",
-    ),
+    Relied("compute_loss", "self model inputs return_outputs num_items_in_batch", "calls _compute_loss in each step"),
+    Relied("training_step", "self model inputs num_items_in_batch", "overridden: one step, with its backward"),
     Relied(
         "get_high_entropy_mask", "self entropies mask threshold",
         "overridden: in training the choice of tokens stands for TRL's",
@@ -166,19 +159,11 @@ LOSS_MAY_READ = (
 )
 
 
-# ---- names and parameters, and what the loss reads --------------------------------------------------------------
+# ---- names and parameters, and what the loss reads ------------------------------------------------------------------
 
 
 def check_class(trainer: type, ours: type) -> None:
-    """Checks methods and functions, and what the loss reads.
-
-    Args:
-        trainer: the class of the trainer that is made.
-        ours: the class among its bases whose own bases are checked.
-
-    Raises:
-        ChangedTRL: one is not there, has other parameters, or the loss reads a name that is not in the table.
-    """
+    """Checks methods and functions of the bases of ``ours``, and what the loss reads."""
     for relied in METHODS:
         found = inherited(trainer, ours, relied.name)
         if found is None:
@@ -191,11 +176,6 @@ def check_class(trainer: type, ours: type) -> None:
 
 
 def check_attributes(trainer: Any) -> None:
-    """Checks the attributes of a trainer that was made.
-
-    Raises:
-        ChangedTRL: one is not there.
-    """
     for name, why in ATTRIBUTES.items():
         if not hasattr(trainer, name):
             raise ChangedTRL(f"GRPOTrainer.{name}: a trainer of TRL {trl.__version__} has no such attribute; {why}")
@@ -266,12 +246,8 @@ def _check_what_is_read(loss: Any) -> None:
 
 def read_by(loss: Any) -> set[str]:
     """``self.<name>``, ``self.args.<name>`` and ``inputs.<field>``, as far as the function's source has them."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(loss)))
-    except (OSError, TypeError) as error:
-        raise ChangedTRL(f"{place(loss)} has no source, so that nobody can see what it reads") from error
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(loss))))):
         match node:
             case ast.Attribute(value=ast.Name("self"), attr=name):
                 found.add(f"self.{name}")
@@ -290,7 +266,7 @@ def read_by(loss: Any) -> set[str]:
     return found
 
 
-# ---- the loss ----------------------------------------------------------------------------------------------------
+# ---- the loss --------------------------------------------------------------------------------------------------------
 
 _APART = 0.05  # a log-ratio that no loss clips here
 
@@ -303,16 +279,7 @@ class _NoModel(torch.nn.Module):
 
 
 def check_loss(trainer: Any, loss: Any) -> None:
-    """Evaluates the loss three times on two short rows. All processes take part: TRL's metrics are gathered.
-
-    Args:
-        trainer: a trainer that was made. It is not changed.
-        loss: TRL's ``_compute_loss``, a function of a trainer, a model and a batch.
-
-    Raises:
-        ChangedTRL: the loss needs something that is not known, scores more or less than once, or its gradient is not
-            that of a sum over tokens with the known denominator.
-    """
+    """Evaluates TRL's ``_compute_loss`` three times on two short rows. The trainer is not changed."""
     probe = _Probe(trainer, loss)
     mask, divided_by = probe.mask, probe.denominator()
 
@@ -337,9 +304,8 @@ class _Probe:
     """A copy of a trainer whose scores are made up."""
 
     def __init__(self, trainer: Any, loss: Any) -> None:
-        self.loss, self.device = loss, trainer.accelerator.device
-        self.trainer = made = object.__new__(type(trainer))
-        vars(made).update(vars(trainer))
+        self.loss, self.trainer = loss, copy.copy(trainer)
+        made = self.trainer
         made.model = _NoModel()
         made._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
         made.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
@@ -351,57 +317,42 @@ class _Probe:
             made.off_policy_mask_threshold = math.inf
         made.beta = float(trainer.beta != 0)  # however small, a KL term is seen
         if trainer._espo:  # then each token has its own
-            made.epsilon_low, made.epsilon_high = (
-                torch.full((2, 5), value, device=self.device) for value in (made.epsilon_low, made.epsilon_high)
-            )
-        self.batch = self._batch()
-        self.mask = loss_mask(self.batch).bool().cpu()
-
-    def _batch(self) -> Batch:
-        """Two rows with 3 and 2 tokens of the loss, beside one of a tool and padding."""
-        ones = torch.ones(2, 5, dtype=torch.long, device=self.device)
+            made.epsilon_low, made.epsilon_high = (torch.full((2, 5), value) for value in (0.5, 5.0))
+        # Two rows with 3 and 2 tokens of the loss, beside one of a tool and padding.
+        ones = torch.ones(2, 5, dtype=torch.long)
         mask, tools = ones.clone(), ones.clone()
         mask[0, 4], mask[1, 2:], tools[0, 1] = 0, 0, 0
-        tokens = (mask * tools).sum() * self.trainer.accelerator.num_processes
-        return {
+        self.batch = {
             "prompt_ids": ones[:, :1], "prompt_mask": ones[:, :1], "completion_ids": ones, "completion_mask": mask,
-            "tool_mask": tools, "num_items_in_batch": tokens, "importance_sampling_ratio": ones[:, :1].float(),
+            "tool_mask": tools, "num_items_in_batch": (mask * tools).sum(),
+            "importance_sampling_ratio": ones[:, :1].float(),
         }  # fmt: skip
+        self.mask = loss_mask(self.batch).bool()
 
     def gradients(self, advantages: list[float], log_ratio: Tensor, to_reference: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The gradients of log-probabilities and of entropies, ``[2, 5]``, on the CPU.
-
-        Args:
-            advantages: of both rows.
-            log_ratio: ``[2, 5]``, to the old policy.
-            to_reference: log-ratio to the reference.
-        """
-        logprob = torch.full((2, 5), -1.0, device=self.device, requires_grad=True)
-        entropy = torch.full((2, 5), 0.5, device=self.device, requires_grad=True)
+        """The gradients of log-probabilities and of entropies, ``[2, 5]``, at these log-ratios to the old policy."""
+        logprob, entropy = (torch.full((2, 5), value, requires_grad=True) for value in (-1.0, 0.5))
         calls: list[bool] = []
 
         def score(*_: Any, compute_entropy: bool = False, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
             calls.append(compute_entropy)
-            return logprob, entropy, torch.zeros((), device=self.device)
+            return logprob, entropy, torch.zeros(())
 
         self.trainer._get_per_token_logps_and_entropies = score
-        old, rows = logprob.detach() - log_ratio.to(self.device), torch.tensor(advantages, device=self.device)
+        old, rows = logprob.detach() - log_ratio, torch.tensor(advantages)
         batch = self.batch | {
             "advantages": rows[:, None].expand(2, 5) if self.trainer._espo else rows,  # ESPO has one for each token
             "old_per_token_logps": old, "sampling_per_token_logps": old,
             "ref_per_token_logps": logprob.detach() - to_reference,
         }  # fmt: skip
-        try:
-            value = self.loss(self.trainer, self.trainer.model, batch)
-            found = torch.autograd.grad(value, (logprob, entropy), allow_unused=True, materialize_grads=True)
-        except Exception as error:
-            raise ChangedTRL(f"{place(self.loss)} failed on made-up scores: {type(error).__name__}: {error}") from error
+        value = self.loss(self.trainer, self.trainer.model, batch)
+        found = torch.autograd.grad(value, (logprob, entropy), allow_unused=True, materialize_grads=True)
         if calls != [True]:
             raise ChangedTRL(
                 f"{place(self.loss)} scored tokens {len(calls)} times, {sum(calls)} of them with entropies; takes a "
                 "loss that does so once, with entropies"
             )
-        return found[0].cpu(), found[1].cpu()
+        return found
 
     def denominator(self) -> Tensor:
         """``[2, 1]``: what the loss divides each row's tokens by."""
@@ -418,11 +369,8 @@ class _Probe:
 
     def require(self, what: str, found: Tensor, expected: Tensor) -> None:
         if not torch.allclose(found, expected, rtol=1e-5):
+            got, takes = ([round(value, 4) for value in values.flatten().tolist()] for values in (found, expected))
             raise ChangedTRL(
-                f"{place(self.loss)} with loss_type {self.trainer.loss_type!r}: got the gradient {_numbers(found)} "
-                f"{what}; takes {_numbers(expected)}. The selection of tokens does not cover such a loss"
+                f"{place(self.loss)} with loss_type {self.trainer.loss_type!r}: got the gradient {got} {what}; takes "
+                f"{takes}. The selection of tokens does not cover such a loss"
             )
-
-
-def _numbers(values: Tensor) -> Any:
-    return [round(value, 4) for value in values.flatten().tolist()]

@@ -44,12 +44,12 @@ def bare_engine(backend: str = "torch") -> Any:
     return engine
 
 
-def outputs_of(backend: str, model: Any, data: TensorDict) -> dict[str, Tensor]:
-    """What the engine makes of the model's output, ``[B, T]``."""
+def outputs_of(backend: str, model: Any, data: TensorDict, padded: bool = True) -> dict[str, Tensor]:
+    """What the engine makes of the model's output; padded, for the tokens of the responses, ``[B, T]``."""
     engine = bare_engine(backend)
     inputs, arguments = engine.prepare_model_inputs(data)
     found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, data, None)
-    return {name: no_padding_2_padding(values, data) for name, values in found.items()}
+    return {name: no_padding_2_padding(values, data) if padded else values for name, values in found.items()}
 
 
 def sharded_step(

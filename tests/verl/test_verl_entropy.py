@@ -16,27 +16,31 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils import losses
 from verl.workers.utils.losses import ppo_loss
-from verl_world import make_trainer, put_rollouts, rows_of, run_step
+from verl_world import a_step, draw_rewards, rows_of
 
 from d3s_kernels import topk_mask
-from d3s_kernels.integrations.verl import entropy, plugin
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 TARGET = f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl"
 ESPO = (f"{TARGET}.loss.D3SPolicyLossConfig", f"{POLICY_LOSS}.loss_mode=espo", f"+{POLICY_LOSS}.vocab_size=1000")
-ESPO_WITH_D3S = (
-    f"{TARGET}.loss.D3SPolicyLossConfig", f"{POLICY_LOSS}.loss_mode=d3s", f"+{POLICY_LOSS}.base_loss=espo",
-    f"+{POLICY_LOSS}.vocab_size=1000",
+WITH_D3S = (
+    f"{POLICY_LOSS}.loss_mode=d3s", f"+{POLICY_LOSS}.base_loss=espo", f"+{POLICY_LOSS}.token_ratio=0.3",
+    f"+{POLICY_LOSS}.token_scope=sequence",
 )  # fmt: skip
+SYNC = "trainer.v1.trainer_mode=sync"  # verl's own
 UPDATE = (f"+{POLICY_LOSS}.entropy_source=update", "actor_rollout_ref.actor.calculate_entropy=true")
 
 
-def a_step(*overrides: str, mode: str = "sync") -> tuple[Any, Any]:
-    """Runs a step of verl's synchronous trainer, or of another mode, on 6 groups of 4 rows."""
-    put_rollouts({f"u{group}": torch.rand(4).tolist() for group in range(6)})
-    trainer = make_trainer(f"trainer.v1.trainer_mode={mode}", *overrides)
-    batch, _ = run_step(trainer, 6)
-    return trainer, batch
+def data_of(batch: Any, **options: Any) -> Any:
+    """The rows of a step, as verl hands them to a worker."""
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=24, **options)
+    return data
+
+
+def loss_of(workers: Any, keys: list[str], data: Any) -> Any:
+    output = {"log_probs": workers._of_whole_sequences(workers.log_probs, keys, data["prompts"])}
+    return ppo_loss(workers.config, output, data)[0]
 
 
 def expected_gradient(entropies: Tensor, advantage: float) -> Tensor:
@@ -47,42 +51,30 @@ def expected_gradient(entropies: Tensor, advantage: float) -> Tensor:
     return sum(-advantage / (len(groups) * int(group.sum())) / 12 * group for group in groups)
 
 
-@pytest.mark.parametrize("source", ["old", "update"])
-def test_groups_by_the_entropy_of_the_policy(queue: None, source: str) -> None:
-    trainer, batch = a_step(*ESPO, *(UPDATE if source == "update" else ()))
+@pytest.mark.parametrize("more", [(), UPDATE, WITH_D3S], ids=["old", "update", "with d3s"])
+def test_groups_and_epsilon_by_the_entropy_of_the_policy(queue: None, more: tuple[str, ...]) -> None:
+    """For the tokens that D3S keeps, the gradient is the same as without D3S."""
+    trainer, batch, _ = a_step(draw_rewards(), SYNC, *ESPO, *more)
     workers = trainer.actor_rollout_wg
-    tables = {"old": workers.entropies, "update": workers.entropies_of_update}
+    entropies = workers.entropies_of_update if more is UPDATE else workers.entropies
     for key, row in rows_of(batch, "advantages").items():
-        expected = expected_gradient(tables[source][key], float(row["advantages"][1]))
+        expected = expected_gradient(entropies[key], float(row["advantages"][1]))
+        if more is WITH_D3S:
+            log_probs = workers.log_probs[key].detach()
+            expected *= topk_mask(-log_probs, 0.3, mask=torch.arange(len(log_probs)) > 0)
         torch.testing.assert_close(workers.log_probs[key].grad, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_epsilon_by_the_entropy_of_the_policy(queue: None) -> None:
-    trainer, _ = a_step(*ESPO)
-    workers = trainer.actor_rollout_wg
     found = [metrics["actor/espo_epsilon"].aggregate() for metrics in workers.metrics]
     parts = [keys[first : first + 6] for keys in workers.updates for first in (0, 6)]  # on two ranks
     for epsilon, keys in zip(found, parts, strict=True):
-        mean = torch.cat([workers.entropies[key][1:] for key in keys]).mean()  # groups' means, weighted by their tokens
+        mean = torch.cat([entropies[key][1:] for key in keys]).mean()  # groups' means, weighted by their tokens
         assert epsilon == pytest.approx(0.02 / math.log(1000) * float(mean), rel=1e-5)
-
-
-def test_espo_with_d3s(queue: None) -> None:
-    """For the tokens that D3S keeps, the gradient is the same as without D3S."""
-    trainer, batch = a_step(*ESPO_WITH_D3S, f"+{POLICY_LOSS}.token_ratio=0.3", f"+{POLICY_LOSS}.token_scope=sequence")
-    workers = trainer.actor_rollout_wg
-    for key, row in rows_of(batch, "advantages").items():
-        log_probs = workers.log_probs[key].detach()
-        kept = topk_mask(-log_probs, 0.3, mask=torch.arange(len(log_probs)) > 0)
-        expected = expected_gradient(workers.entropies[key], float(row["advantages"][1])) * kept
-        torch.testing.assert_close(workers.log_probs[key].grad, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_in_the_trainer_mode_of_d3s(queue: None) -> None:
     """The masks are unchanged, so groups and ratios are of all tokens; only the kept ones have a gradient."""
-    trainer, batch = a_step(
-        *ESPO, "+trainer.v1.d3s_sync.loss_denominator=all", "+trainer.v1.d3s_sync.token_ratio_start=0.3",
-        "+trainer.v1.d3s_sync.rollouts_start=1", mode="d3s_sync",
+    trainer, batch, _ = a_step(
+        draw_rewards(), *ESPO, "+trainer.v1.d3s_sync.loss_denominator=all",
+        "+trainer.v1.d3s_sync.token_ratio_start=0.3", "+trainer.v1.d3s_sync.rollouts_start=1",
     )  # fmt: skip
     workers = trainer.actor_rollout_wg
     kept = []
@@ -96,17 +88,13 @@ def test_in_the_trainer_mode_of_d3s(queue: None) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 8},
-        {"use_dynamic_bsz": True, "max_token_len_per_gpu": 40},
-    ],
+    [{"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 8}, {"use_dynamic_bsz": True, "max_token_len_per_gpu": 40}],
 )
 def test_micro_batches(queue: None, sizes: dict[str, Any]) -> None:
     """With verl's own division into micro-batches, entropies stay with their rows, and the gradients add up."""
-    trainer, batch = a_step(*ESPO)
+    trainer, batch, _ = a_step(draw_rewards(), SYNC, *ESPO)
     workers = trainer.actor_rollout_wg
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=24, **sizes)
+    data = data_of(batch, **sizes)
     parts, rows = prepare_micro_batches(data)
     assert len(parts) > 2
     rows = rows or torch.arange(24).split(8)
@@ -115,41 +103,28 @@ def test_micro_batches(queue: None, sizes: dict[str, Any]) -> None:
         for key in batch.keys:
             workers.log_probs[key].grad = None
         for part, of_rows in division:
-            keys = [batch.keys[row] for row in of_rows]
-            output = {"log_probs": workers._of_whole_sequences(workers.log_probs, keys, part["prompts"])}
-            ppo_loss(workers.config, output, part)[0].backward()
+            loss_of(workers, [batch.keys[row] for row in of_rows], part).backward()
         gradients.append(torch.cat([workers.log_probs[key].grad for key in batch.keys]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-8)
     assert gradients[0].any()
 
 
-def test_no_entropy_of_the_old_policy(queue: None) -> None:
-    """There is none with verl's older ray trainer, which drops it, and in bypass mode, which computes none."""
-    trainer, batch = a_step(*ESPO)
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=24)
+def test_entropies_of_the_old_policy_that_are_refused(queue: None) -> None:
+    """None with verl's older ray trainer, which drops it, and in bypass mode, which computes none. The workers first
+    store entropies of whole sequences; verl's trainer then cuts off the prompts."""
+    trainer, batch, _ = a_step(draw_rewards(), SYNC, *ESPO)
+    workers, data = trainer.actor_rollout_wg, data_of(batch)
+    data["entropy"] = workers._of_whole_sequences(workers.entropies, batch.keys, data["prompts"])
+    with pytest.raises(ValueError, match="entropy: got shape"):
+        loss_of(workers, batch.keys, data)
     del data["entropy"]
-    workers = trainer.actor_rollout_wg
-    output = {"log_probs": workers._of_whole_sequences(workers.log_probs, batch.keys, data["prompts"])}
     with pytest.raises(ValueError, match="entropy_source: got 'old', and rows without it; takes 'update' or 'surpr"):
-        ppo_loss(workers.config, output, data)
+        loss_of(workers, batch.keys, data)
 
 
 def test_no_entropy_of_the_update(queue: None) -> None:
     with pytest.raises(ValueError, match=r"'update', which takes actor_rollout_ref\.actor\.calculate_entropy=true"):
-        a_step(*ESPO, UPDATE[0])
-
-
-def test_entropies_of_whole_sequences_are_refused(queue: None) -> None:
-    """The workers first store entropies of whole sequences; verl's trainer then cuts off the prompts."""
-    trainer, batch = a_step(*ESPO)
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=24)
-    workers = trainer.actor_rollout_wg
-    data["entropy"] = workers._of_whole_sequences(workers.entropies, batch.keys, data["prompts"])
-    output = {"log_probs": workers._of_whole_sequences(workers.log_probs, batch.keys, data["prompts"])}
-    with pytest.raises(ValueError, match="entropy: got shape"):
-        ppo_loss(workers.config, output, data)
+        a_step(draw_rewards(), SYNC, *ESPO, UPDATE[0])
 
 
 def test_all_who_call_it_have_the_wrapper() -> None:
@@ -158,9 +133,3 @@ def test_all_who_call_it_have_the_wrapper() -> None:
     assert engine_workers.ppo_loss is ppo_loss_of_distillation is ppo_loss
     assert ppo_loss.__module__ == losses.__name__
     assert ppo_loss.__wrapped__.__code__.co_filename == losses.__file__
-
-
-def test_another_ppo_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "ppo_loss", lambda data, model_output: None)
-    with pytest.raises(RuntimeError, match=r"ppo_loss takes \['data', 'model_output'\]; expected"):
-        plugin._replace(entropy.REPLACED[0])

@@ -21,6 +21,7 @@ from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
 from verl_losses import actor_config
 from verl_world import make_trainer
 
@@ -56,33 +57,44 @@ def a_micro_batch(packed: bool, update: bool = False, **notes: Any) -> tuple[Ten
     return data, batch, sets
 
 
-def of_both(data: TensorDict, loss: Any, **options: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Results and gradients with verl's back-end and with ours."""
-    found = []
-    for backend in ("torch", "d3s"):
-        model = make_model(backend, **options)
-        results = outputs_of(backend, model, data)
-        loss(results).backward()
-        found.append((results, {name: value.grad for name, value in model.named_parameters()}))
-    return found
+Found = tuple[dict[str, Tensor], dict[str, Tensor]]  # the engine's results, and the gradients
+
+
+def found_with(backend: str, model: Any, data: TensorDict, loss: Any) -> Found:
+    results = outputs_of(backend, model, data)
+    loss(results).backward()
+    return results, {name: value.grad for name, value in model.named_parameters()}
+
+
+def weighed(weights: Tensor) -> Any:
+    """A loss of all results."""
+    return lambda found: (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum()
+
+
+def of_both(data: TensorDict, loss: Any, **options: Any) -> list[Found]:
+    """With verl's back-end and with ours."""
+    return [found_with(backend, make_model(backend, **options), data, loss) for backend in ("torch", "d3s")]
+
+
+def assert_alike(theirs: Found, ours: Found, inside: Tensor) -> None:
+    assert theirs[0].keys() == ours[0].keys() >= {"log_probs", "entropy"}
+    for name, values in theirs[0].items():
+        torch.testing.assert_close(ours[0][name] * inside, values * inside, rtol=0, atol=1e-5)
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def patched(model: Any) -> None:
+    patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
 
 
 @PACKED
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_same_as_verls_torch(packed: bool, tied: bool) -> None:
-    """Log-probabilities, entropies and gradients."""
     data, batch, _ = a_micro_batch(packed)
     inside = batch.batch["attention_mask"][:, 4:].bool()
     weights = torch.randn(2, *inside.shape) * inside
-    (theirs, of_theirs), (ours, of_ours) = of_both(
-        data,
-        lambda found: (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum(),
-        tie_word_embeddings=tied,
-    )
-    for name, values in theirs.items():
-        torch.testing.assert_close(ours[name] * inside, values * inside, rtol=0, atol=1e-5)
-    for name, gradient in of_theirs.items():
-        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-4)
+    assert_alike(*of_both(data, weighed(weights), tie_word_embeddings=tied), inside)
 
 
 @PACKED
@@ -114,36 +126,23 @@ def test_an_update_computes_the_tokens_of_the_loss(loss_mode: str, monkeypatch: 
         f"{actor}.policy_loss.loss_mode={loss_mode}", f"{actor}.use_kl_loss=true", f"{actor}.entropy_coeff=0.1",
         f"{actor}.policy_loss.dro_beta=0.1",
     )  # fmt: skip
-    metrics = []
-
-    def loss(found: dict[str, Tensor]) -> Tensor:
-        nested = {name: _as_nested(values, data) for name, values in found.items()}
+    found = []
+    for backend in ("torch", "d3s"):
+        model = make_model(backend)
+        results = outputs_of(backend, model, data, padded=False)
         torch.manual_seed(0)  # clip_cov draws
-        value, of_loss = ppo_loss(config, nested, data)
-        numbers = {
-            name: metric.aggregate() if isinstance(metric, Metric) else metric for name, metric in of_loss.items()
-        }
-        metrics.append(numbers | {"loss": float(value.detach())})
-        return value
-
-    (_, of_theirs), (ours, of_ours) = of_both(data, loss)
+        loss, metrics = ppo_loss(config, results, data)
+        loss.backward()
+        numbers = {name: one.aggregate() if isinstance(one, Metric) else one for name, one in metrics.items()}
+        found.append((numbers | {"loss": float(loss.detach())}, dict(model.named_parameters())))
+    (theirs, of_theirs), (ours, of_ours) = found
     assert calls.rows == [int(mask.sum())]
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
-    for name, gradient in of_theirs.items():
-        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-6)
-    inside = batch.batch["attention_mask"][:, 4:].bool()
-    torch.testing.assert_close(ours["log_probs"][inside & ~mask], batch.batch["old_log_probs"][inside & ~mask])
-
-
-def _as_nested(values: Tensor, data: TensorDict) -> Tensor:
-    """Back into the engine's form: zeros at the prompts."""
-    offsets = data["input_ids"].offsets()
-    lengths = data["attention_mask"][:, 4:].sum(1).tolist()
-    rows = [
-        torch.cat([values.new_zeros(total - length - 1), values[row, :length], values.new_zeros(1)])
-        for row, (total, length) in enumerate(zip(offsets.diff().tolist(), lengths, strict=True))
-    ]
-    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for name, value in of_theirs.items():
+        torch.testing.assert_close(of_ours[name].grad, value.grad, rtol=1e-4, atol=1e-6)
+    outside = batch.batch["attention_mask"][:, 4:].bool() & ~mask
+    log_probs = no_padding_2_padding(results["log_probs"], data)
+    torch.testing.assert_close(log_probs[outside], batch.batch["old_log_probs"][outside])
 
 
 @PACKED
@@ -161,19 +160,11 @@ def test_sampling_masks_through_the_head(packed: bool) -> None:
             outside[row] = torch.tensor([bool(kept) and token not in kept for token in range(VOCABULARY)])
         return logits.masked_fill(outside.view_as(logits), -1e4)
 
-    found = []
-    for backend in (None, "d3s"):
-        model, of_sets = make_model(backend), data
-        if backend is None:
-            model.lm_head.register_forward_hook(lower)
-            of_sets = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=False)
-        results = outputs_of(backend or "torch", model, of_sets)
-        (weights[0] * results["log_probs"] + weights[1] * results["entropy"]).sum().backward()
-        found.append((results, {name: value.grad for name, value in model.named_parameters()}))
-    for name in ("log_probs", "entropy"):
-        torch.testing.assert_close(found[1][0][name] * mask, found[0][0][name] * mask, rtol=0, atol=1e-5)
-    for name, gradient in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-4)
+    dense = make_model(None)
+    dense.lm_head.register_forward_hook(lower)
+    without_sets = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=False)
+    theirs = found_with("torch", dense, without_sets, weighed(weights))
+    assert_alike(theirs, found_with("d3s", make_model("d3s"), data, weighed(weights)), mask)
 
 
 OTHER_LOSSES: dict[str, Any] = {
@@ -250,47 +241,43 @@ def test_two_processes_that_share_the_weights(tied: bool) -> None:
 
 
 def test_models_that_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"got 'd3s' for Model, whose logits have the scale 0\.5 and the soft cap None"
-    ):
+    with pytest.raises(ValueError, match=r"got 'd3s' for Model, whose logits have the scale 0\.5 and the soft cap N"):
         make_model("d3s", logit_scale=0.5)
+    for key in ("final_logit_softcapping", "logits_soft_cap", "lm_head_multiplier"):
+        with pytest.raises(ValueError, match=r"whose logits have the scale (30|1) and the soft cap (30|None)"):
+            make_model("d3s", **{key: 30})
     model = make_model(None)
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
     with pytest.raises(ValueError, match="impl_backend: got 'd3s' for Model, whose lm_head has a bias; takes one"):
-        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+        patched(model)
     del model.lm_head
     with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model.*get_output_embeddings\(\) is missing"):
-        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+        patched(model)
 
 
 def test_a_model_that_does_more_than_its_configuration_says() -> None:
     model = make_model(None)
     model.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
     with pytest.raises(ValueError, match=r"for Model.*own logits differ by up to"):
-        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+        patched(model)
     model = make_model(None)
     model.model.forward = None
     with pytest.warns(UserWarning, match="goes by the configuration of Model alone.*could not be tried"):
-        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
-
-
-@pytest.mark.parametrize("key", ["final_logit_softcapping", "logits_soft_cap", "lm_head_multiplier"])
-def test_models_that_change_their_logits_are_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=r"for Model, whose logits have the scale (30|1) and the soft cap (30|None)"):
-        make_model("d3s", **{key: 30})
+        patched(model)
 
 
 def test_an_adapter_of_the_head_is_refused() -> None:
     peft = pytest.importorskip("peft")
     engine = bare_engine("d3s")
     of_verl = {"lora_rank": 2, "lora_alpha": 4, "target_parameters": None, "exclude_modules": None}
-    for targets, refused in ((["q_proj"], False), (["q_proj", "lm_head"], True)):
-        engine.model_config = SimpleNamespace(**vars(engine.model_config) | of_verl | {"target_modules": targets})
-        if refused:
-            with pytest.raises(ValueError, match=r"impl_backend: got 'd3s'\. lm_head: got a peft.*, an adapter"):
-                engine._build_lora_module(make_model("d3s"))
-        else:
-            assert isinstance(engine._build_lora_module(make_model("d3s")), peft.PeftModel)
+
+    def adapted(*targets: str) -> Any:
+        engine.model_config = SimpleNamespace(**vars(engine.model_config) | of_verl | {"target_modules": [*targets]})
+        return engine._build_lora_module(make_model("d3s"))
+
+    assert isinstance(adapted("q_proj"), peft.PeftModel)
+    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s'\. lm_head: got a peft.*, an adapter"):
+        adapted("q_proj", "lm_head")
 
 
 def test_an_engine_whose_model_does_not_call_the_head() -> None:
@@ -308,17 +295,8 @@ def test_micro_batches_that_are_refused() -> None:
         engine.prepare_model_inputs(data)
 
 
-REFUSED = {
-    "actor_rollout_ref.model.use_fused_kernels=false": "use_fused_kernels: got False; takes True with",
-    "actor_rollout_ref.actor.strategy=megatron": r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with",
-    "actor_rollout_ref.model.mtp.enable=true": r"mtp\.enable: got True; takes False with",
-    "actor_rollout_ref.actor.calculate_sum_pi_squared=true": "calculate_sum_pi_squared: got True; takes False with",
-    "distillation.enabled=true": r"distillation\.enabled: got True; takes False with",
-}
-
-
-@pytest.mark.parametrize("override", REFUSED)
-def test_configurations_that_are_refused(override: str) -> None:
+def test_the_trainer_mode_looks_at_the_configuration() -> None:
+    """test_verl_sampling_masks.py has all that the head refuses."""
     pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
-    with pytest.raises(ValueError, match=REFUSED[override]):
-        make_trainer(*FUSED, override)
+    with pytest.raises(ValueError, match=r"mtp\.enable: got True; takes False with"):
+        make_trainer(*FUSED, "actor_rollout_ref.model.mtp.enable=true")

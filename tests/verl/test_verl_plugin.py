@@ -6,21 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import slow
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 
 
 def run(code: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=directory,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {**os.environ, **environment}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
 
 
 NAMES = """
@@ -31,9 +24,7 @@ print(get_trainer_cls("d3s_sync").__module__, get_policy_loss_fn("d3s").__module
 print(get_policy_loss_fn("espo").__module__)
 """
 FIRST = "that this module, too, may be imported first"
-MODULES = [
-    f"d3s_kernels.integrations.verl.{name}" for name in ("trainer", "loss", "loss")
-]  # of the mode, of d3s and of espo
+MODULES = [f"d3s_kernels.integrations.verl.{name}" for name in ("trainer", "loss", "loss")]  # of the names printed
 
 
 def test_importing_verl_registers_all_names(tmp_path: Path) -> None:
@@ -48,7 +39,8 @@ def test_it_is_the_entry_point_that_does_it(tmp_path: Path) -> None:
     assert "Unknown trainer 'd3s_sync'" in found.stderr
 
 
-@pytest.mark.parametrize("name", [slow(name, shows=FIRST) for name in ("trainer", "loss")])
+@pytest.mark.slow(FIRST)
+@pytest.mark.parametrize("name", ["trainer", "loss"])
 def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
     found = run(f"import d3s_kernels.integrations.verl.{name}\n{NAMES}", tmp_path)
     assert found.stdout.split() == MODULES
@@ -84,9 +76,8 @@ def test_what_cannot_be_registered_is_said(tmp_path: Path) -> None:
     assert "loss_mode=d3s or espo is not available" not in found.stderr
 
 
-@pytest.mark.parametrize(
-    "first", [slow(name, shows=FIRST) for name in ("verl.workers.engine_workers", "d3s_kernels.integrations.verl.loss")]
-)
+@pytest.mark.slow(FIRST)
+@pytest.mark.parametrize("first", ["verl.workers.engine_workers", "d3s_kernels.integrations.verl.loss"])
 def test_workers_that_were_imported_before_have_the_entropies_too(tmp_path: Path, first: str) -> None:
     found = run(
         f"""

@@ -9,22 +9,17 @@ from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 
-from verl_losses import actor_config, gradient
+from verl_losses import actor_config, gradient, make_batch
 
 from d3s_kernels import importance_ratio
 
 WIDE = [f"actor_rollout_ref.actor.clip_ratio_{side}=1e12" for side in ("low", "high")]
 
 
-def make_batch(moves: float = 1.0, rows: int = 6, length: int = 12) -> dict[str, Tensor]:
-    old = -torch.rand(rows, length) * 3 - 0.05
-    lengths = torch.tensor([length, 1, *torch.randint(2, length, (rows - 2,)).tolist()])
-    return {
-        "old_log_prob": old,
-        "log_prob": (old + moves * torch.randn(rows, length)).requires_grad_(),
-        "advantages": torch.ones(rows, length),
-        "response_mask": torch.arange(length) < lengths.unsqueeze(-1),
-    }
+def a_batch(moves: float = 1.0) -> dict[str, Tensor]:
+    batch = make_batch(torch.tensor([12, 1, *torch.randint(2, 12, (4,)).tolist()]), moves)
+    del batch["rollout_is_weights"]
+    return {**batch, "advantages": torch.ones(6, 12)}
 
 
 def assert_ratio_of(loss: str, batch: dict[str, Tensor], level: Any, config: Any) -> Tensor:
@@ -42,28 +37,21 @@ def assert_ratio_of(loss: str, batch: dict[str, Tensor], level: Any, config: Any
 
 
 def test_sequences_as_in_gspo() -> None:
-    ratio = assert_ratio_of("gspo", make_batch(), "sequence", actor_config(*WIDE))
-    assert (ratio[:, 1:2] != 1).sum() > 1
-
-
-def test_gspos_clamp_at_10() -> None:
-    """Above a log-ratio of 10 the ratio is e^10 and has no gradient."""
-    batch = make_batch()
+    """With its clamp: above a log-ratio of 10 the ratio is e^10."""
+    batch = a_batch()
     with torch.no_grad():
         batch["log_prob"][0] = batch["old_log_prob"][0] + 10.5
         batch["log_prob"][1] = batch["old_log_prob"][1] + 9.5
     ratio = assert_ratio_of("gspo", batch, "sequence", actor_config(*WIDE))
     assert ratio[0].tolist() == pytest.approx([math.exp(10)] * 12, rel=1e-5)
-    (found,) = torch.autograd.grad(ratio.sum(), batch["log_prob"])
-    assert not found[0].any()
-    assert found[1, 0] == pytest.approx(math.exp(9.5), rel=1e-5)
+    assert (ratio[1:, 1:2] != 1).sum() > 1
 
 
 @pytest.mark.parametrize("moves", [1.0, 15.0])
 def test_tokens_as_in_vanilla(moves: float) -> None:
     """With its clamps at -20 and 20, which the larger moves reach, and without its second clipping."""
     config = actor_config(*WIDE, "actor_rollout_ref.actor.clip_ratio_c=1e12")
-    batch = make_batch(moves)
+    batch = a_batch(moves)
     with torch.no_grad():
         batch["log_prob"][0, :3] = batch["old_log_prob"][0, :3] + moves * torch.tensor([-1.5, 0.0, 1.5])
     ratio = assert_ratio_of("vanilla", batch, "token", config)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kept_rows import choose_rows, rollout_advantages
+from kept_rows import choose_rows
 
 import d3s_kernels as d3s
 from d3s_kernels.integrations.verl import D3SOptions
 from d3s_kernels.integrations.verl.rows import rows_of_an_update, sessions
-from d3s_kernels.selection import Selection, in_groups
+from d3s_kernels.selection import Selection
 from d3s_kernels.selection_options import options_from
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -44,44 +44,20 @@ def test_examples() -> None:
     assert not results.failed
 
 
-@given(SIZES)
-def test_advantages_of_groups_in_any_order(sizes: list[int]) -> None:
-    groups = shuffled_groups(sizes)
-    rewards = torch.randn(len(groups))
-    table, places = in_groups(rewards, groups)
-    found = {scale: d3s.group_advantages(table, scale=scale, eps=1e-6).flatten()[places] for scale in ("group", "none")}
-    for scale, advantages in found.items():
-        assert torch.equal(advantages, rollout_advantages(rewards, groups, scale))
-    for rows in rows_by_group(groups).values():
-        of_group = rewards[rows].double()
-        centred = of_group - of_group.mean()
-        std = of_group.std() if len(rows) > 1 else 1.0
-        torch.testing.assert_close(found["none"][rows], centred.float(), atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(found["group"][rows], (centred / (std + 1e-6)).float(), atol=1e-5, rtol=1e-4)
-
-
-@given(SIZES, st.integers(1, 9), st.sampled_from(["batch", "group"]))
-def test_rows_are_those_of_select_rollouts(sizes: list[int], keep: int, scope: Any) -> None:
+@given(SIZES, st.integers(1, 9), st.integers(1, 8), st.sampled_from(["batch", "group"]))
+def test_rows_of_select_rollouts_are_rounded_up_to_a_multiple(
+    sizes: list[int], keep: int, multiple: int, scope: Any
+) -> None:
     groups = shuffled_groups(sizes)
     advantages = torch.randn(len(groups))
     by_group = rows_by_group(groups)
-    order = [row for rows in by_group.values() for row in rows]
-    offsets = torch.tensor([0, *(len(rows) for rows in by_group.values())]).cumsum(0)
+    order = torch.tensor([row for rows in by_group.values() for row in rows])
+    offsets = torch.tensor([0, *map(len, by_group.values())]).cumsum(0)
     mask = d3s.select_rollouts(advantages[order], keep, offsets=offsets, scope=scope)
-    found = choose_rows(advantages, groups, keep, scope=scope)
-    assert found.dtype == torch.int64
-    assert found.tolist() == sorted(torch.tensor(order)[mask].tolist())
-    if scope == "batch":
-        assert len(found) == min(keep * len(sizes), len(groups))
-    else:
-        assert len(found) == sum(min(keep, size) for size in sizes)
-
-
-@given(SIZES, st.integers(1, 9), st.integers(1, 8), st.sampled_from(["batch", "group"]))
-def test_rows_are_rounded_up_to_a_multiple(sizes: list[int], keep: int, multiple: int, scope: Any) -> None:
-    groups = shuffled_groups(sizes)
-    advantages = torch.randn(len(groups))
     plain = choose_rows(advantages, groups, keep, scope=scope).tolist()
+    assert plain == sorted(order[mask].tolist())
+    asked = keep * len(sizes) if scope == "batch" else sum(min(keep, size) for size in sizes)
+    assert len(plain) == min(asked, len(groups))
     rounded = min(-(-len(plain) // multiple), len(groups) // multiple) * multiple
     if rounded == 0:
         with pytest.raises(ValueError, match=f"multiple_of: got {multiple}, and {len(groups)} rollouts"):
@@ -92,26 +68,14 @@ def test_rows_are_rounded_up_to_a_multiple(sizes: list[int], keep: int, multiple
     if scope == "batch":
         assert found == d3s.max_variance_select(advantages, rounded).nonzero().flatten().tolist()
     else:  # each group keeps its best subset of some size; tests/test_selection.py says which groups keep more
-        for rows in rows_by_group(groups).values():
+        for rows in by_group.values():
             own = [row for row in rows if row in found]
             best = d3s.max_variance_select(advantages[rows], max(1, len(own)))
             assert not own or own == torch.tensor(rows)[best].tolist()
 
 
-def test_rollouts_that_cannot_be_scored_are_never_kept() -> None:
-    advantages = torch.tensor([1.0, math.nan, -1.0, math.inf, 0.5, -0.5])
-    groups = list("aaabbb")
-    assert choose_rows(advantages, groups, 3, scope="group").tolist() == [0, 2, 4, 5]
-    assert choose_rows(advantages, groups, 3, scope="batch").tolist() == [0, 2, 4, 5]
-    with pytest.raises(ValueError, match="multiple_of: got 5, and 4 rollouts with a finite advantage"):
-        choose_rows(advantages, groups, 3, scope="group", multiple_of=5)
-    assert choose_rows(torch.full((3,), math.nan), list("aab"), 2).tolist() == []
-
-
 def test_groups_without_a_spread_give_their_places_to_others() -> None:
-    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
-    groups = list("aaabbbb")
-    advantages = rollout_advantages(rewards, groups)
+    groups, advantages = list("aaabbbb"), torch.tensor([0.0, 0.0, 0.0, -1.2, 1.2, 0.2, -1.2])
     assert choose_rows(advantages, groups, 2, scope="batch").tolist() == [3, 4, 5, 6]
     assert choose_rows(advantages, groups, 2, scope="group").tolist() == [0, 1, 3, 4]
 
@@ -148,9 +112,8 @@ def test_options_have_the_defaults_of_the_paper() -> None:
 
 
 def test_the_budget_stays_between_two_and_the_group() -> None:
-    options = D3SOptions(rollouts_start=0.01, rollouts_end=32)
-    assert Selection(options).budget(0.0, 16).rollouts == 2
-    assert Selection(options).budget(1.0, 16).rollouts == 16
+    selection = Selection(D3SOptions(rollouts_start=0.01, rollouts_end=32))
+    assert [selection.budget(progress, 16).rollouts for progress in (0.0, 1.0)] == [2, 16]
 
 
 BAD = {
@@ -182,18 +145,3 @@ def test_bad_values(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^here\.{key}: got .*; takes ") as error:
         options_from(D3SOptions, {key: value}, "here.")
     assert repr(value) in str(error.value)
-
-
-def test_unknown_options() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^here\.rollout_start: got .*, but it is no option; the options are here\.rollouts_start",
-    ):
-        options_from(D3SOptions, {"rollout_start": 8}, "here.")
-
-
-def test_rules_that_do_not_go_together() -> None:
-    with pytest.raises(
-        ValueError, match=r"^here\.drop_zeros: got True with token_rule 'entropy_quantile'; takes False"
-    ):
-        options_from(D3SOptions, {"token_rule": "entropy_quantile", "drop_zeros": True}, "here.")

@@ -5,7 +5,6 @@ Real: verl's rows and storage, its conversions of batches, and the engine's ``pr
 alone.
 """
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +24,11 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto, pad_dataproto_to_divisor
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
-from verl_world import Workers, compose_config, make_trainer, put_rollouts, rows_of, run_step
+from verl_world import Workers, compose_config, draw_rewards, make_trainer, put_rollouts, rows_of, run_step
 
-from d3s_kernels.integrations.verl import head, plugin
+from d3s_kernels.integrations.verl import entropy, head, plugin
 from d3s_kernels.integrations.verl.checks import require_config, require_sets
 from d3s_kernels.integrations.verl.head import FusedLinearForPPO
 from d3s_kernels.integrations.verl.sampling_mask import NOTE, sampling_mask_of
@@ -40,18 +38,15 @@ FIELD = "kept_tokens"
 OPTION = f"+trainer.v1.d3s_sync.sampling_mask_field={FIELD}"
 ACTOR = "actor_rollout_ref.actor"
 CUT = "actor_rollout_ref.rollout.top_p=0.9"
-FUSED = (
-    "actor_rollout_ref.model.use_fused_kernels=true", "actor_rollout_ref.model.fused_kernel_options.impl_backend=d3s",
-)  # fmt: skip
+HEAD = "actor_rollout_ref.model.fused_kernel_options"
+FUSED = ("actor_rollout_ref.model.use_fused_kernels=true", f"{HEAD}.impl_backend=d3s")
 Sets = list[list[int]]
 
 
 def draw_sets(response: list[int]) -> Sets:
     """A set of 1 to 8 ids for each token, with the token. The first token is a tool's, which has none."""
-    return [
-        [],
-        *([t, *(i for i in torch.randperm(VOCABULARY)[:7].tolist() if i != t)][: 1 + t % 8] for t in response[1:]),
-    ]
+    drawn = ([t, *(i for i in torch.randperm(VOCABULARY)[:7].tolist() if i != t)][: 1 + t % 8] for t in response[1:])
+    return [[], *drawn]
 
 
 def make_batch(rows: int = 8) -> tuple[Any, list[Sets]]:
@@ -139,16 +134,13 @@ def test_the_engine_computes_over_the_sets(field: str, use_remove_padding: bool)
     data = micro_batch_of(batch, use_remove_padding=use_remove_padding, **{NOTE: field})
     mask = batch.batch["response_mask"].bool()
     weights = torch.randn(2, *mask.shape) * mask
-    gradients = []
-    values = torch.randn(VOCABULARY, VOCABULARY)
-    for of_engine in (True, False):
-        table = values.clone().requires_grad_()
-        found = forward(data, table) if of_engine else expected_of(batch, sets, table)
-        if of_engine:
-            results = found
+    values, gradients = torch.randn(VOCABULARY, VOCABULARY), []
+    tables = [values.clone().requires_grad_() for _ in range(2)]
+    results, expected = forward(data, tables[0]), expected_of(batch, sets, tables[1])
+    for found, table in zip((results, expected), tables, strict=True):
         (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum().backward()
         gradients.append(table.grad)
-    for name, value in found.items():
+    for name, value in expected.items():
         torch.testing.assert_close((results[name] * mask).double(), value, rtol=0, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
     assert not results["log_probs"][-1].any(), "a row of padding"
@@ -184,16 +176,12 @@ def test_the_sets_stay_with_their_rows() -> None:
         data = micro_batch_of(part)
         for field in (FIELD, "padded"):
             kept, mask = sampling_mask_of(data, field)
-            at = iter(data["input_ids"].offsets().tolist())
-            start, spans, expected = next(at), kept.to_lists(), []
-            for row, end in zip(moved, at, strict=True):
+            spans, expected = kept.to_lists(), []
+            for row, length in zip(moved, data["input_ids"].offsets().diff().tolist(), strict=True):
                 own = sets[row] if row != len(sets) - 1 else []
-                expected += [[]] * (end - start - len(own) - 1) + [sorted(kept) for kept in own] + [[]]
-                start = end
-            assert [sorted(span) for of, span in zip(mask, spans, strict=True) if of] == [
-                kept for of, kept in zip(mask, expected, strict=True) if of
-            ]
-            assert [bool(span) <= bool(of) for of, span in zip(mask, spans, strict=True)]
+                expected += [[]] * (length - len(own) - 1) + [sorted(kept) for kept in own] + [[]]
+            for of, span, wanted in zip(mask, spans, expected, strict=True):
+                assert not of or sorted(span) == wanted
 
 
 @pytest.mark.parametrize("field", [FIELD, "padded"])
@@ -243,10 +231,7 @@ class WorkersWithAnEngine(Workers):
 
 
 def a_step(*overrides: str, sets_of: Any = draw_sets, option: str = OPTION, workers: Any = None) -> tuple[Any, Any]:
-    put_rollouts(
-        {f"u{group}": torch.rand(4).tolist() for group in range(6)},
-        extra_fields=lambda response: {} if sets_of is None else {FIELD: sets_of(response)},
-    )
+    put_rollouts(draw_rewards(), extra_fields=lambda row: {} if sets_of is None else {FIELD: sets_of(row)})
     trainer = make_trainer(
         option, CUT, *FUSED, f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
         "+trainer.v1.d3s_sync.rollouts_start=3", *overrides,
@@ -313,17 +298,14 @@ def test_sets_that_do_not_fit() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    f"{ACTOR}.strategy": (
-        "megatron",
-        r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with .*impl_backend=d3s",
-    ),
+    f"{ACTOR}.strategy": ("megatron", r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with .*backend=d3s"),
     "actor_rollout_ref.ref.strategy": ("veomni", r"ref\.strategy: got 'veomni'; takes 'fsdp'"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (2, "ulysses_sequence_parallel_size: got 2; takes 1"),
-    "actor_rollout_ref.model.use_fused_kernels": (False, "use_fused_kernels: got False; takes True"),
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend": (
-        "torch",
-        "got 'torch'; takes 'd3s' with sampling masks",
-    ),
+    "actor_rollout_ref.model.use_fused_kernels": (False, "use_fused_kernels: got False; takes True with"),
+    "actor_rollout_ref.model.mtp.enable": (True, r"mtp\.enable: got True; takes False with"),
+    f"{ACTOR}.calculate_sum_pi_squared": (True, "calculate_sum_pi_squared: got True; takes False with"),
+    "distillation.enabled": (True, r"distillation\.enabled: got True; takes False with"),
+    f"{HEAD}.impl_backend": ("torch", "got 'torch'; takes 'd3s' with sampling masks"),
     "actor_rollout_ref.rollout.multi_turn.enable": (True, r"multi_turn\.enable: got True; takes False"),
     "actor_rollout_ref.rollout.top_p": (1.0, "top_p: got 1.0 with top_k=-1, which cut nothing off; takes top_p below"),
 }
@@ -338,18 +320,15 @@ def test_configurations_that_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             require_config(config)
         OmegaConf.update(config, key, before)
-
-
-def test_the_trainer_mode_looks_at_the_configuration() -> None:
     with pytest.raises(ValueError, match="impl_backend: got 'torch'; takes 'd3s' with sampling masks"):
-        make_trainer(CUT, OPTION, FUSED[0])
+        make_trainer(CUT, OPTION, FUSED[0])  # the trainer mode looks at them
 
 
 def test_micro_batches_that_are_refused() -> None:
     batch, _ = make_batch()
     table = torch.zeros(VOCABULARY, VOCABULARY)
     with pytest.raises(
-        ValueError, match=rf"{NOTE}: got a micro-batch with it; takes .*use_fused_kernels=true and .*=d3s"
+        ValueError, match=f"{NOTE}: got a micro-batch with it; takes .*use_fused_kernels=true and .*=d3s"
     ):
         forward(micro_batch_of(batch, **{NOTE: FIELD}), table, "torch")
     with pytest.raises(ValueError, match="nothing: is no field of the rows, which have advantages"):
@@ -361,9 +340,8 @@ def test_micro_batches_that_are_refused() -> None:
         forward(micro_batch_of(batch, **{NOTE: FIELD}), table)
 
 
-def test_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = inspect.unwrap(FSDPEngineWithLMHead.prepare_model_outputs)
-    assert found is not FSDPEngineWithLMHead.prepare_model_outputs
-    monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, logits: None)
-    with pytest.raises(RuntimeError, match=r"prepare_model_outputs takes \['self', 'logits'\]; expected"):
-        plugin._replace(head.REPLACED[1])
+@pytest.mark.parametrize("replaced", [entropy.REPLACED[0], head.REPLACED[1]], ids=lambda replaced: replaced.name)
+def test_another_verl(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaced.owner, replaced.name, lambda data, model_output: None)
+    with pytest.raises(RuntimeError, match=rf"{replaced.name} takes \['data', 'model_output'\]; expected"):
+        plugin._replace(replaced)

@@ -17,9 +17,10 @@ pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-ver
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
+from verl_world import Rewards, a_step, draw_rewards, make_trainer, put_rollouts, rows_of, run_step
 
 import d3s_kernels as d3s
 from d3s_kernels.metrics import NAMES
@@ -27,11 +28,6 @@ from d3s_kernels.metrics import NAMES
 D3S = "+trainer.v1.d3s_sync"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 FLOPS = "d3s/flops_saved"
-Rewards = dict[str, list[float]]
-
-
-def draw_rewards(groups: int = 6, size: int = 4) -> Rewards:
-    return {f"u{group}": torch.rand(size).tolist() for group in range(groups)}
 
 
 def flat(rewards: Rewards) -> tuple[Tensor, list[str], list[str]]:
@@ -156,13 +152,11 @@ TOKEN_RULES = ["entropy", "advantage", "random", "entropy_quantile"]
 def test_every_rule_from_a_line(queue: None, rollout_rule: Any, token_rule: Any) -> None:
     """A step keeps what the library's functions keep of the same numbers; "random" has a seed for each step."""
     rewards, step, seed = draw_rewards(), 3, 41
-    put_rollouts(rewards)
-    trainer = make_trainer(
-        f"{D3S}.rollouts_start=2", f"{D3S}.rollouts_end=2", f"{D3S}.rollout_rule={rollout_rule}",
+    trainer, batch, _ = a_step(
+        rewards, f"{D3S}.rollouts_start=2", f"{D3S}.rollouts_end=2", f"{D3S}.rollout_rule={rollout_rule}",
         f"{D3S}.token_ratio_start=0.3", f"{D3S}.token_ratio_end=0.3", f"{D3S}.token_rule={token_rule}",
         f"data.seed={seed}", step=step, steps=9,
     )  # fmt: skip
-    batch, _ = run_step(trainer, 6)
     values, uids, keys = flat(rewards)
 
     def draws(rule: str, of_tokens: int) -> torch.Generator | None:
@@ -189,11 +183,8 @@ def test_every_rule_from_a_line(queue: None, rollout_rule: Any, token_rule: Any)
 def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
     """The masks stay as they were. Tokens that are not kept get an advantage of 0, and so no gradient."""
     rewards = draw_rewards()
-    put_rollouts(rewards)
-    trainer = make_trainer(
-        f"{D3S}.rollouts_start=2", f"{D3S}.loss_denominator=all", f"{D3S}.token_ratio_start=0.3", f"{LOSS}={loss}"
-    )
-    batch, _ = run_step(trainer, 6)
+    overrides = f"{D3S}.rollouts_start=2", f"{D3S}.loss_denominator=all", f"{D3S}.token_ratio_start=0.3"
+    trainer, batch, _ = a_step(rewards, *overrides, f"{LOSS}={loss}")
     of_all = verls_advantages(rewards, flat(rewards)[2])
     masks = top_tokens(trainer, {key: of_all[key] for key in sorted(batch.keys)}, 0.3)
     for key, row in rows_of(batch, "advantages", "response_mask", "loss_mask").items():
@@ -205,9 +196,9 @@ def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
 
 
 def test_tokens_of_each_sequence(queue: None) -> None:
-    put_rollouts(draw_rewards(), length=11)  # ten of them are the model's; equal lengths are not nested in storage
-    trainer = make_trainer(f"{D3S}.rollouts_start=1", f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25")
-    batch, _ = run_step(trainer, 6)
+    overrides = f"{D3S}.rollouts_start=1", f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25"
+    # Ten of the tokens are the model's; equal lengths are not nested in storage.
+    trainer, batch, _ = a_step(draw_rewards(), *overrides, length=11)
     for key, row in rows_of(batch, "response_mask").items():
         best = trainer.actor_rollout_wg.entropies[key][1:].topk(3).indices + 1
         assert row["response_mask"].nonzero().flatten().tolist() == sorted(best.tolist())
@@ -219,17 +210,15 @@ def test_advantages_of_all_and_of_the_kept_differ_as_they_should(queue: None, sc
     rewards = draw_rewards()
     found = {}
     for source in ("all", "kept"):
-        everything = put_rollouts(rewards)
-        trainer = make_trainer(
-            f"{D3S}.rollouts_start=3", f"{D3S}.advantages_from={source}", f"{D3S}.rollout_scope=group",
+        _, batch, _ = a_step(
+            rewards, f"{D3S}.rollouts_start=3", f"{D3S}.advantages_from={source}", f"{D3S}.rollout_scope=group",
             f"algorithm.norm_adv_by_std_in_grpo={scaled}",
         )  # fmt: skip
-        batch, _ = run_step(trainer, 6)
         found[source] = advantages_in(rows_of(batch, "advantages", "returns"))
         tq.kv_clear(keys=batch.keys, partition_id="train")
     kept = expected_keys(rewards, 3, "group", "group" if scaled else "none")
     assert sorted(found["all"]) == sorted(found["kept"]) == sorted(kept)
-    of_all = verls_advantages(rewards, everything, scaled)
+    of_all = verls_advantages(rewards, flat(rewards)[2], scaled)
     assert found["all"] == pytest.approx({key: of_all[key] for key in kept}, abs=1e-5)
     assert found["kept"] == pytest.approx(verls_advantages(rewards, kept, scaled), abs=1e-5)
     assert max(abs(found["all"][key] - found["kept"][key]) for key in kept) > 0.01
@@ -242,16 +231,13 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
     """With 7 groups of 4, 3 groups in an update, verl would make 3 updates. Of the 2 x 7 kept rows each update takes 5,
     rounded up to 6 for two ranks; or, with micro-batches of 4, rounded up to 8, so that 2 updates are enough. Padding
     rows fill an update and have no effect."""
-    for micro, rows in ((None, [6, 6, 6]), (4, [8, 8])):
+    fixed = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=false", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+    )  # fmt: skip
+    for sizes, rows in (((), [6, 6, 6]), (fixed, [8, 8])):
         rewards = draw_rewards(groups=7)
         put_rollouts(rewards)
-        sizes = []
-        if micro:
-            sizes = [
-                "actor_rollout_ref.actor.use_dynamic_bsz=false",
-                f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-            ]
         # All tokens are kept, because in verl an update without any would be 0 / 0.
         trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.token_ratio_start=1.0", *sizes)
         before = trainer.config.copy()
@@ -267,20 +253,10 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
         tq.kv_clear(keys=batch.keys, partition_id="train")
 
 
-def test_nothing_is_dropped_where_the_budget_is_the_group(queue: None) -> None:
-    rewards = draw_rewards()
-    everything = put_rollouts(rewards)
-    batch, metrics = run_step(make_trainer(f"{D3S}.rollouts_start=8"), 6)  # of groups of 4
-    assert sorted(batch.keys) == sorted(everything)
-    assert metrics["d3s/rollout_share_asked"] == 1
-
-
 @pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (10, 4, 0.28), (11, 4, 0.3)])
 def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, rollouts: int, ratio: float) -> None:
-    put_rollouts(draw_rewards())
     ends = "rollouts_start=2", "rollouts_end=4", "token_ratio_start=0.1", "token_ratio_end=0.3"
-    trainer = make_trainer(*(f"{D3S}.{end}" for end in ends), step=step, steps=10)
-    batch, metrics = run_step(trainer, 6)
+    _, batch, metrics = a_step(draw_rewards(), *(f"{D3S}.{end}" for end in ends), step=step, steps=10)
     assert metrics["d3s/rollout_share_asked"] == rollouts / 4
     assert metrics["d3s/token_share_asked"] == pytest.approx(ratio)
     assert metrics["d3s/rollouts_kept"] == len(rows_of(batch, "uid")) == 6 * rollouts
@@ -289,9 +265,7 @@ def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, ro
 def test_outputs_of_a_rollout_stay_together(queue: None) -> None:
     """verl gives the advantage of the last output to all outputs of a rollout."""
     rewards = draw_rewards()
-    put_rollouts(rewards, outputs=3)
-    trainer = make_trainer(f"{D3S}.rollouts_start=2")
-    batch, metrics = run_step(trainer, 6)
+    _, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", outputs=3)
     assert metrics["d3s/rollouts_kept"] == 12
     rows = rows_of(batch, "advantages", "returns")
     kept = expected_keys(rewards, 2)
@@ -305,22 +279,15 @@ def test_outputs_of_a_rollout_stay_together(queue: None) -> None:
 
 def test_rewards_from_a_colocated_model(queue: None) -> None:
     """verl asks the reward model just before the rollouts are chosen."""
-    from verl.protocol import DataProto
-
     put_rollouts({f"u{group}": [0.0] * 4 for group in range(6)}, length=5)
-    rewards: Rewards = {}
-    order: list[str] = []
+    rewards, order = torch.rand(24), []
 
     class RewardLoop:
         reward_loop_worker_handles = None
 
         def compute_rm_score(self, data: Any) -> Any:
-            values, rewards_of = torch.rand(len(data)), {}
-            for key, value in sorted(zip(order, values.tolist(), strict=True)):
-                rewards_of.setdefault(key.split("_")[0], []).append(value)
-            rewards.update(rewards_of)
             scores = torch.zeros(len(data), 5)
-            scores[:, -1] = values
+            scores[:, -1] = rewards
             return DataProto.from_dict(tensors={"rm_scores": scores})
 
     trainer = make_trainer(f"{D3S}.rollouts_start=2")
@@ -334,16 +301,17 @@ def test_rewards_from_a_colocated_model(queue: None) -> None:
 
     trainer.replay_buffer.sample = note_order
     batch, _ = run_step(trainer, 6)
-    assert sorted(batch.keys) == sorted(expected_keys(rewards, 2))
+    uids = [key.split("_")[0] for key in order]
+    kept = choose_rows(rollout_advantages(rewards, uids), uids, 2)
+    assert sorted(batch.keys) == sorted(order[row] for row in kept)
 
 
 def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
     rewards = draw_rewards()
     rewards["u1"][2] = rewards["u3"][0] = math.nan
     rewards["u5"] = [math.nan] * 4
-    put_rollouts(rewards)
-    trainer = make_trainer(f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0")  # all that have an advantage
-    batch, metrics = run_step(trainer, 6)
+    overrides = f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0"  # all that have an advantage
+    trainer, batch, metrics = a_step(rewards, *overrides)
     values, _, keys = flat(rewards)
     good = [key for key, value in zip(keys, values.tolist(), strict=True) if not math.isnan(value)]
     rows = rows_of(batch, "advantages", "returns")
@@ -368,17 +336,15 @@ def test_rows_in_any_order_of_groups_of_any_size(queue: None, scope: str) -> Non
 
 
 def test_no_reward_at_all(queue: None) -> None:
-    put_rollouts({"u0": [math.nan] * 4, "u1": [math.nan] * 4})
     with pytest.raises(ValueError, match="rm_scores: got no finite reward in 8 rollouts"):
-        run_step(make_trainer(), 2)
+        a_step({"u0": [math.nan] * 4, "u1": [math.nan] * 4})
 
 
 @pytest.mark.parametrize("drop", ["true", "false"])
 def test_groups_without_a_spread(queue: None, drop: str) -> None:
     """There is nothing to choose by: there is no gradient, and no division by 0."""
-    put_rollouts({f"u{group}": [1.0] * 4 for group in range(6)})
-    trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros={drop}")
-    batch, metrics = run_step(trainer, 6)
+    rewards = {f"u{group}": [1.0] * 4 for group in range(6)}
+    trainer, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros={drop}")
     assert metrics["d3s/groups_without_spread"] == 1
     assert metrics["d3s/rollouts_kept"] == 12
     workers = trainer.actor_rollout_wg
@@ -391,18 +357,15 @@ def test_groups_without_a_spread(queue: None, drop: str) -> None:
 def test_zeros_can_be_dropped(queue: None) -> None:
     """In the group of 4 with one winner all tokens are kept. Groups without a spread have no token that counts."""
     rewards = {f"u{group}": [0.0, 0.0, 0.0, 1.0] if group == 3 else [1.0] * 4 for group in range(6)}
-    put_rollouts(rewards)
-    trainer = make_trainer(f"{D3S}.drop_zeros=true", f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0")
-    batch, _ = run_step(trainer, 6)
+    overrides = f"{D3S}.drop_zeros=true", f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0"
+    _, batch, _ = a_step(rewards, *overrides)
     for key, row in rows_of(batch, "response_mask").items():
         assert row["response_mask"][1:].bool().unique().tolist() == [key.startswith("u3")]
 
 
 def test_verls_metrics_of_the_step(queue: None) -> None:
     """verl's metrics read the stored rows, also where the masks have holes."""
-    put_rollouts(draw_rewards())
-    trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.token_scope=sequence")
-    batch, metrics = run_step(trainer, 6)
+    trainer, batch, metrics = a_step(draw_rewards(), f"{D3S}.rollouts_start=2", f"{D3S}.token_scope=sequence")
     trainer._get_n_gpus_for_throughput = lambda: 1
     timing = dict.fromkeys(("step", "gen", "adv", "old_log_prob", "update_actor"), 1.0)
     trainer._compute_metrics(batch, metrics, timing, global_steps=1, epoch=0)
@@ -451,8 +414,3 @@ def test_a_step_that_leaves_a_choice_out_is_refused(queue: None, method: str) ->
     setattr(trainer, method, partial(getattr(PPOTrainerSync, method), trainer))
     with pytest.raises(RuntimeError, match=f"were chosen in this step: verl has not called {method}"):
         run_step(trainer, 6)
-
-
-def test_the_lines_of_the_documentation_are_taken() -> None:
-    config = compose_config("trainer.v1.trainer_mode=d3s_sync", f"{D3S}.rollouts_start=4", f"{D3S}.drop_zeros=true")
-    assert dict(config.trainer.v1.d3s_sync) == {"rollouts_start": 4, "drop_zeros": True}

@@ -24,7 +24,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from verl_world import Workers, make_trainer, put_rollouts, rows_of, run_step
+from verl_world import a_step, draw_rewards, make_trainer, rows_of
 
 from d3s_kernels import trusted_tokens
 from d3s_kernels.integrations.verl.options import D3SOptions
@@ -41,14 +41,13 @@ def near(rows: int = 12, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, sampled, mask
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "low", "high"),
-    [
-        ("token_k1", "token_mask", 0.8, 1.3),
-        ("seq_sum_k1", "sequence_mask", 0.3, 2.5),
-        ("seq_mean_k1", "geometric_mask", 0.9, 1.08),
-    ],
-)
+REJECTIONS = [
+    ("token_k1", "token_mask", 0.8, 1.3), ("seq_sum_k1", "sequence_mask", 0.3, 2.5),
+    ("seq_mean_k1", "geometric_mask", 0.9, 1.08),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rule", "low", "high"), REJECTIONS)
 def test_rejections_of_verl(name: str, rule: Any, low: float, high: float) -> None:
     """verl bounds q / p, so that its bounds are the inverse ones."""
     logprob, sampled, mask = near()
@@ -78,9 +77,8 @@ def test_what_verl_rejects_is_not_computed(packed: bool, monkeypatch: pytest.Mon
     mask = batch.batch["response_mask"].bool()
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.3 * torch.randn(mask.shape)
     config = Config(rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
-    corrected, _ = compute_rollout_correction_and_add_to_batch(
-        DataProto.from_dict(tensors=dict(batch.batch.items())), config
-    )
+    given = DataProto.from_dict(tensors=dict(batch.batch.items()))
+    corrected, _ = compute_rollout_correction_and_add_to_batch(given, config)
     left = corrected.batch["response_mask"]
     assert 0 < left.sum() < mask.sum()
     batch.batch["response_mask"] = left
@@ -103,12 +101,11 @@ OPTIONS = (
 FIELDS = ("advantages", "response_mask", "loss_mask", "old_log_probs", "rollout_log_probs")
 
 
-def a_step(*overrides: str, denominator: str = "all") -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    put_rollouts({f"u{group}": torch.rand(4).tolist() for group in range(6)})  # each token was sampled with exp(-0.5)
-    trainer = make_trainer(*OPTIONS, f"+{SECTION}.loss_denominator={denominator}", *overrides)
-    trainer.actor_rollout_wg = Workers(trainer.config)
-    batch, metrics = run_step(trainer, 6)
-    return trainer, batch, rows_of(batch, *FIELDS), metrics
+def step_of(*overrides: str, denominator: str = "all") -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The trainer, rows and metrics of a step. Each token was sampled with exp(-0.5)."""
+    given = *OPTIONS, f"+{SECTION}.loss_denominator={denominator}", *overrides
+    trainer, batch, metrics = a_step(draw_rewards(), *given)
+    return trainer, rows_of(batch, *FIELDS), metrics
 
 
 def expected(rows: dict[str, Any], rule: Any, **bounds: Any) -> dict[str, Tensor]:
@@ -129,7 +126,7 @@ def expected(rows: dict[str, Any], rule: Any, **bounds: Any) -> dict[str, Tensor
 def test_a_rule_of_ours(queue: None, rule: str, low: Any, high: Any, denominator: str) -> None:
     bounds = {"high": high} if low is None else {"low": low, "high": high}
     words = [f"+{SECTION}.off_policy_{name}={value}" for name, value in bounds.items()]
-    trainer, _, rows, metrics = a_step(f"+{SECTION}.off_policy_rule={rule}", *words, denominator=denominator)
+    trainer, rows, metrics = step_of(f"+{SECTION}.off_policy_rule={rule}", *words, denominator=denominator)
     weights = expected(rows, rule, **bounds)
     kept = sum(int((weight > 0).sum()) for weight in weights.values())
     everything = sum(len(weight) - 1 for weight in weights.values())
@@ -145,48 +142,36 @@ def test_a_rule_of_ours(queue: None, rule: str, low: Any, high: Any, denominator
             torch.testing.assert_close(share, share[:1].expand_as(share), rtol=1e-4, atol=0)
 
 
-def test_where_nothing_is_trusted_nothing_is_learnt(queue: None) -> None:
-    for denominator in ("all", "kept"):
-        trainer, _, rows, metrics = a_step(
-            f"+{SECTION}.off_policy_rule=kpop", f"+{SECTION}.off_policy_high=0.0", denominator=denominator
-        )
-        assert metrics["d3s/off_policy_share"] == 1
-        assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
-        assert not any(trainer.actor_rollout_wg.tokens_with_gradient(key).any() for key in rows)
+VERLS = "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold"
+OUR_RULE = f"+{SECTION}.off_policy_rule=kpop", f"+{SECTION}.off_policy_high=0.0"
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("rule", [OUR_RULE, (VERLS[0], f"{VERLS[1]}=0.99999_0.999999")], ids=["ours", "verl's"])
+def test_where_nothing_is_trusted_nothing_is_learnt(queue: None, rule: tuple[str, ...], denominator: str) -> None:
+    trainer, rows, metrics = step_of(*rule, denominator=denominator)
+    assert metrics["d3s/off_policy_share"] == 1
+    assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
+    assert not any(trainer.actor_rollout_wg.tokens_with_gradient(key).any() for key in rows)
 
 
 def test_verls_own_rejections_are_counted(queue: None) -> None:
-    correction = "algorithm.rollout_correction"
-    _, _, rows, metrics = a_step(f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=0.8_1.25")
+    _, rows, metrics = step_of(VERLS[0], f"{VERLS[1]}=0.8_1.25")
     left = sum(int(row["response_mask"].sum()) for row in rows.values())
     everything = sum(len(row["response_mask"]) - 1 for row in rows.values())
     assert 0 < left < everything
     assert metrics["d3s/off_policy_share"] == pytest.approx(1 - left / everything)
 
 
-def test_where_verl_rejects_everything_nothing_is_learnt(queue: None) -> None:
-    correction = "algorithm.rollout_correction"
-    for denominator in ("all", "kept"):
-        trainer, _, rows, _ = a_step(
-            f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=0.99999_0.999999",
-            denominator=denominator,
-        )  # fmt: skip
-        assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
-        assert not any(trainer.actor_rollout_wg.tokens_with_gradient(key).any() for key in rows)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (
-            ("actor_rollout_ref.rollout.calculate_log_probs=false",),
-            r"calculate_log_probs: got False; d3s_sync takes True",
-        ),
-        (("algorithm.rollout_correction.rollout_is=token",), r"rollout_is: got 'token'; d3s_sync takes null: trainer"),
-        ((f"+{SECTION}.off_policy_high=0.1",), r"off_policy_high: got 0.1; takes a number of at least .*low, 0.5"),
+        ("actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs: got False; d3s_sync takes True"),
+        ("algorithm.rollout_correction.rollout_is=token", "rollout_is: got 'token'; d3s_sync takes null: trainer"),
+        (f"+{SECTION}.off_policy_high=0.1", "off_policy_high: got 0.1; takes a number of at least .*low, 0.5"),
     ],
 )
-def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+def test_what_does_not_go_together(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_trainer(*OPTIONS, f"+{SECTION}.off_policy_rule=token_mask", *overrides)
+        make_trainer(*OPTIONS, f"+{SECTION}.off_policy_rule=token_mask", override)
     assert D3SOptions().off_policy_rule == "none"

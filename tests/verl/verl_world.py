@@ -26,6 +26,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.utils.losses import ppo_loss
 
+Rewards = dict[str, list[float]]  # of the rollouts of each group
 MODE = "trainer.v1.trainer_mode=d3s_sync"
 BASE = (
     "algorithm.adv_estimator=grpo",
@@ -67,11 +68,8 @@ class Workers:
 
     def _of_whole_sequences(self, tables: dict[str, Tensor], keys: list[str], prompts: Tensor) -> Tensor:
         """Values for prompt and response as a model gives them: each token's value is at the position before it."""
-        lengths = prompts.offsets().diff().tolist()
-        rows = [
-            torch.cat([torch.zeros(length - 1), tables[key], torch.zeros(1)])
-            for key, length in zip(keys, lengths, strict=True)
-        ]
+        of_rows = zip(keys, prompts.offsets().diff().tolist(), strict=True)
+        rows = [torch.cat([torch.zeros(length - 1), tables[key], torch.zeros(1)]) for key, length in of_rows]
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
@@ -103,12 +101,8 @@ class Workers:
             tokens = sum(int(part["loss_mask"].sum()) for part in data)
             self.denominators.append(tokens)
             for keys, part in zip(parts, data, strict=True):
-                tu.assign_non_tensor(
-                    part,
-                    dp_size=self.ranks,
-                    batch_num_tokens=tokens,
-                    global_batch_size=batch.extra_info["global_batch_size"],
-                )
+                whole = {"batch_num_tokens": tokens, "global_batch_size": batch.extra_info["global_batch_size"]}
+                tu.assign_non_tensor(part, dp_size=self.ranks, **whole)
                 output = {"log_probs": self._of_whole_sequences(self.log_probs, keys, part["prompts"])}
                 if batch.extra_info["calculate_entropy"]:
                     output["entropy"] = self._of_whole_sequences(self.entropies_of_update, keys, part["prompts"])
@@ -136,8 +130,12 @@ def make_trainer(*overrides: str, step: int = 1, steps: int = 1) -> Any:
     return trainer
 
 
+def draw_rewards(groups: int = 6) -> Rewards:
+    return {f"u{group}": torch.rand(4).tolist() for group in range(groups)}
+
+
 def put_rollouts(
-    rewards: dict[str, list[float]],
+    rewards: Rewards,
     outputs: int = 1,
     length: int | None = None,
     extra_fields: Callable[[list[int]], dict[str, Any]] = lambda response: {},
@@ -163,17 +161,11 @@ def put_rollouts(
                     extra_fields=extra_fields(list(range(response))),
                 ).as_dict()
                 ids = torch.cat([row["prompts"], row["responses"]])
-                row |= {
-                    "uid": uid,
-                    "session_id": session,
-                    "raw_prompt": [],
-                    "loss_mask": row["response_mask"],
-                    "input_ids": ids,
-                }
-                row |= {"position_ids": torch.arange(len(ids)), "multi_modal_inputs": {}}
+                row |= {"uid": uid, "session_id": session, "raw_prompt": [], "loss_mask": row["response_mask"]}
+                row |= {"input_ids": ids, "position_ids": torch.arange(len(ids)), "multi_modal_inputs": {}}
                 rows.append(row)
-                tags.append({"status": "success", "prompt_len": prompt, "response_len": response})
-                tags[-1] |= {"seq_len": len(ids), "global_steps": 1, "min_global_steps": 0, "max_global_steps": 0}
+                tag = {"status": "success", "prompt_len": prompt, "response_len": response, "seq_len": len(ids)}
+                tags.append(tag | {"global_steps": 1, "min_global_steps": 0, "max_global_steps": 0})
             names = [f"{uid}_{session}_{output}" for output in range(outputs)]
             tq.kv_batch_put(keys=names, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
             keys += names
@@ -185,6 +177,15 @@ def put_rollouts(
 def run_step(trainer: Any, groups: int) -> tuple[KVBatchMeta, dict[str, Any]]:
     metrics: dict[str, Any] = {}
     return trainer._step_once(metrics, {}, groups), metrics
+
+
+def a_step(
+    rewards: Rewards, *overrides: str, step: int = 1, steps: int = 1, **rollouts: Any
+) -> tuple[Any, KVBatchMeta, dict[str, Any]]:
+    """A step on finished groups with these rewards: its trainer, batch and metrics."""
+    put_rollouts(rewards, **rollouts)
+    trainer = make_trainer(*overrides, step=step, steps=steps)
+    return trainer, *run_step(trainer, len(rewards))
 
 
 def rows_of(batch: KVBatchMeta, *fields: str) -> dict[str, TensorDict]:
