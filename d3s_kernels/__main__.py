@@ -25,7 +25,7 @@ d3s COMMAND --help has the options of a command.
 
 def doctor(arguments: Sequence[str]) -> int:
     """Runs ``d3s doctor`` and returns its exit status: 0 if every back-end that runs here agrees with the reference,
-    and if every back-end that is used for a device runs; else 1.
+    and none fails to run that computes users' calls on a device; else 1.
     """
     parser = argparse.ArgumentParser(prog="d3s doctor", description="What was built, what runs here, and its checks.")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")

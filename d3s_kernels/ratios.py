@@ -125,9 +125,9 @@ def entropy_groups(
 ) -> Tensor:
     """Returns groups of tokens with similar entropies, for ESPO (arXiv 2512.00499, eq. 7).
 
-    Each quantile q is a cut. Exactly the share ``1 - q`` of the tokens, those with the highest entropies, is above the
-    cut; the number of these tokens is rounded as in :func:`topk_mask`. If entropies tie at the cut, tokens with lower
-    indices are above the cut. The group of a token is the number of cuts below the token. The paper does not say how
+    Each quantile q is a cut. The share ``1 - q`` of the tokens, those with the highest entropies, is above the cut. The
+    number of these tokens is rounded as in :func:`topk_mask`. If entropies tie at the cut, tokens with lower indices
+    are above the cut. The group of a token is the number of cuts below the token. The paper does not say how
     its ranges of entropy are set. In the paper's ablation, one group of the highest 20 % is best; this is the default.
 
     Args:

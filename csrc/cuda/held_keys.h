@@ -19,8 +19,8 @@ class HeldRow : public MaskRow {
     source.load(origin + 4 * first(group), 4 * kWarp, begin, end, keys_);
   }
 
-  // Calls body(four, keys) for each of the thread's vectors; `four` is the index of the vector in the row. Past the end
-  // of the row, keys are kAbsent.
+  // Calls body(four, keys) for each of the thread's vectors of four keys; `four` is the vector's index in the row. Past
+  // the end of the row, keys are kAbsent.
   template <class Group, class Body>
   __device__ __forceinline__ void for_stretch(const Group& group, const Body& body) const {
 #pragma unroll

@@ -1,4 +1,5 @@
-// kept_hidden_grad_: computes, for each row, the sum over the places of the row's span.
+// kept_hidden_grad_: computes the gradient of each hidden state, the sum over the kept tokens of its row of the logit's
+// gradient times the token's row of the weight.
 #pragma once
 
 #include "kept_sums.h"

@@ -1,5 +1,5 @@
-// max_variance_select: selects the k values with the largest variance in each segment. The kernels sort the values, try
-// every split (the first i and the last k - i values), and mark the values of the best split.
+// max_variance_select: selects from each segment the k values that together have the largest variance. The kernels sort
+// the values, try every split (the first i and the last k - i values), and mark the values of the best split.
 //
 // If the host knows a bound on the lengths, the bound decides how segments are sorted. Up to 128 values, some lanes of
 // a warp sort each segment in registers. Up to 4,096 values, a block sorts each segment in shared memory. Both take a

@@ -257,7 +257,8 @@ class ScoreKeys {
     }
   }
 
-  // The sequence of the previous position. Only positions past its end are looked up, so positions must ascend.
+  // The sequence that contains the previous position. The next position is looked up only if it is past the end of this
+  // sequence, so positions must ascend.
   struct Sequence {
     float advantage = 0.f;
     int end = -1;

@@ -58,8 +58,9 @@ struct LogitsRows {
   Temperatures temperatures;
   const bool* mask = nullptr;  // where it is false, the row is not read, and its results are 0
   Spans spans;
-  // If true, every row of `logits` is the same list of the kept logits of all rows (Spans::place), layout.columns is
-  // the number of tokens in the vocabulary or tile, and the results of rows with an empty span are 0.
+  // If true, `logits` is one list that all rows share. It has only the kept logits of all rows; Spans::place says where
+  // those of a row are. layout.columns is then the number of tokens in the vocabulary or tile, and the results of rows
+  // with an empty span are 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }

@@ -92,8 +92,8 @@ def backward(
 
 
 def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
-    """Returns a 0-d flag: whether any mask marks more rows than its bound. Returns None if the host knows that there is
-    none.
+    """Returns a 0-d flag: whether any mask marks more rows than its bound. Returns None if the host already knows that
+    none does.
     """
     any_exceeded = None
     for bound, mask in bounds:

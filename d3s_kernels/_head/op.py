@@ -108,8 +108,8 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
 
     Without ``at_backward``, each micro-batch allocates a gradient of V x H elements for the weight, and autograd adds
     it to the gradient of earlier micro-batches. With ``at_backward``, the backward's matrix products add directly to
-    the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call these
-    functions.
+    the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call the
+    functions in ``at_backward``.
     """
     if at_backward is None:
         logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())

@@ -174,8 +174,8 @@ class SpanRows(NamedTuple):
     def dense_rows(self) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Returns an iterator over the unmasked rows with an empty span, and whether their count exceeds
         ``max_dense_rows``. The iterator yields, piece by piece, three tensors: row indices, logits, and the rows to
-        which results are written. Unused slots, if there are fewer rows than ``max_dense_rows``, write to an extra last
-        row. Without ``max_dense_rows``, this method causes a host sync.
+        which results are written. With ``max_dense_rows``, there are always that many entries; the results of unused
+        entries go to an extra last row. Without it, this method causes a host sync.
         """
         dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
         count, columns = dense.sum(), self.logits.shape[-1]

@@ -39,7 +39,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
         ValueError: an option has a bad value; ``top_entropy_quantile`` is combined with another choice of tokens; the
             rule "entropy_quantile" is used with several processes, each of which would use its own quantile; importance
             ratios of entropy groups are used with a loss that does not clip them; ``sampling_mask`` is on, but
-            generation excludes no token or cannot record the sets.
+            generation excludes no token, or cannot record which tokens it excluded.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig

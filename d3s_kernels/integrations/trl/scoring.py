@@ -158,7 +158,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return switched_off or bool(policy.active_adapter == "ref")
 
     def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
-        """Makes a pass that TRL asks for before the rewards, or postpones it if only the update needs it."""
+        """Makes a pass that TRL asks for before it computes rewards, or postpones it if only the update needs it."""
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None
