@@ -1,7 +1,7 @@
 """Objects that each combine several related arguments of an op's schema.
 
 A schema can contain only tensors, numbers and flags. Kernels in Python take these objects instead.
-``csrc/ops/arguments.h`` has the same objects for C++.
+``csrc/ops/arguments.h`` and ``csrc/ops/sampling_mask.h`` have such objects for C++.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ defaults of these arguments.
 
 def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
     """Wraps a kernel so that it can be called with the arguments of its op's schema. For each parameter of the kernel,
-    the type of its default, or else its annotation, determines the arguments that are combined into the parameter.
-    ``parameters`` overrides this for the parameters that it names.
+    its type determines the arguments that are combined into the parameter: the type of its default or, without a
+    default, its annotation. ``parameters`` overrides this for the parameters that it names.
     """
     names: list[str] = []
     defaults: list[Any] = []
@@ -132,7 +132,7 @@ def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[
 
 def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
     default = parameter.default
-    if parameter.annotation == GradientArguments.__name__:
+    if parameter.annotation in (GradientArguments, GradientArguments.__name__):
         return GradientArguments, dict.fromkeys(GradientArguments._fields, Parameter.empty)
     if isinstance(default, NumberOrTensor):
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}

@@ -66,7 +66,8 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
 
     Args:
         model: a causal language model of transformers, with or without PEFT; or a module as described above.
-        temperature: the sampling temperature: a number above 0, or a float tensor that broadcasts to the rows.
+        temperature: the sampling temperature: a number above 0 (in [1e-15, 1e15]), or a float tensor that broadcasts to
+            the rows.
         verify: False skips the check.
 
     Returns:

@@ -58,8 +58,13 @@ def test_a_label_that_is_no_token(label: int) -> None:
     logprob, *statistics = plain("logprob_entropy", logits, labels)
     assert logprob.isnan().tolist() == [False, True, False]
     assert not statistics[0].isnan().any()
-    gradient = plain("logprob_entropy_backward", torch.ones(3), torch.ones(3), logits, labels, *statistics)
-    assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == [False, True, False]
+    given = torch.ones(3), torch.ones(3), logits, labels, *statistics
+    gradients = [plain("logprob_entropy_backward", *given)]
+    for first in (None, 0) if label < 0 else (None,):  # with a first token, the size of the vocabulary is unknown
+        gradients.append(logits.clone())
+        plain("logprob_entropy_backward_", *given[:2], gradients[-1], *given[3:], first)
+    for gradient in gradients:
+        assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == [False, True, False]
 
 
 def test_spans_of_a_sampling_mask() -> None:

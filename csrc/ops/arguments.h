@@ -132,9 +132,7 @@ struct PooledSegments {
   PooledSegments(const Tensor& values, const SegmentsArgument& argument, const char* name)
       : given(segments_of(values, argument.offsets, name)),
         selected(argument.pooled ? pool(values) : given),
-        sizes(argument.pooled  ? std::vector<int64_t>()
-              : given.ragged() ? std::vector<int64_t>{given.count}
-                               : leading_sizes(values, values.dim() - 1)),
+        pooled(argument.pooled),
         longest(argument.pooled || given.ragged() ? values.numel() : given.length) {
     const OptionalInt& most = argument.max_segment;
     require(!most || *most >= 0, "max_segment", "got ", most.value_or(0), "; takes at least 0");
@@ -142,10 +140,16 @@ struct PooledSegments {
     if (argument.pooled) together = given.count;
   }
 
+  // Returns the shape of a result with one element for each selected segment of `values`.
+  std::vector<int64_t> shape_in(const Tensor& values) const {
+    if (pooled) return {};
+    return given.ragged() ? std::vector<int64_t>{given.count} : leading_sizes(values, values.dim() - 1);
+  }
+
   Segments given, selected;
-  std::vector<int64_t> sizes;  // the shape of a result with one element for each selected segment
-  int64_t longest;             // an upper bound on the length of a selected segment; only for launch sizes on GPUs
-  int64_t together = 1;        // how many given segments one selected segment contains
+  bool pooled;
+  int64_t longest;       // an upper bound on the length of a selected segment; only for launch sizes on GPUs
+  int64_t together = 1;  // how many given segments one selected segment contains
 };
 
 // Returns whether there is one advantage for all tokens, for each sequence, or for each token. A shape that fits both

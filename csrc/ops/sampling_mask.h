@@ -17,8 +17,6 @@ struct SamplingMask {
 template <>
 struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, OptionalTensor, bool, OptionalInt> {};
 
-namespace {
-
 inline void require_sampling_mask(const SamplingMask& given, const Tensor& logits, int64_t rows) {
   require(given.ids.has_value() == given.offsets.has_value(), "sampling_mask",
           "got one of ids and offsets; takes both or none");
@@ -94,5 +92,4 @@ inline void require_spans(const Spans& spans, const Labels& labels, const bool* 
   }
 }
 
-}  // namespace
 }  // namespace d3s

@@ -93,8 +93,8 @@ struct TokenSelection {
         sequences(entropy, given.where, name),
         quota(quota_of(given.ratio, KeepArgument(), entropy)),
         mask(empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy)),
-        count(empty(sequences.sizes, ScalarType::Int, entropy)),
-        threshold(empty(sequences.sizes, ScalarType::Float, entropy)) {
+        count(empty(sequences.shape_in(entropy), ScalarType::Int, entropy)),
+        threshold(empty(sequences.shape_in(entropy), ScalarType::Float, entropy)) {
     quota.drop_zeros = given.drop_zeros;
     scores.kind = kind_of(advantages, entropy, sequences.given);
     scores.advantages = data<float>(advantages);

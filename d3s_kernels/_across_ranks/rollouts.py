@@ -25,6 +25,7 @@ from .._selection.arguments import (
     select_rollouts_arguments,
 )
 from .._selection.rules import at_most, choose_rollouts, random_scores
+from .._together import SegmentArguments
 from .agreement import Layout as Layout
 from .agreement import agree, require_alike
 
@@ -112,7 +113,7 @@ def select_rollouts(
     usable = both(numbers.isfinite(), checked_mask)
     if rule == "random":  # scores are sent instead of values, so that all ranks have the same scores
         numbers, rule = random_scores(numbers, generator, ranks.rank), "highest"
-    groups_here = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
+    groups_here = SegmentArguments(offsets).number_in(values)
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), groups_here, layout.max_rollouts)
     segments = everyones.segments(layout, "values")
     if pooled:  # keeps `keep` times the number of groups; without groups, this number is 1

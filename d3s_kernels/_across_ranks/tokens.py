@@ -22,6 +22,7 @@ from .._groups import Ranks, ranks_of
 from .._segments.quota import Quota
 from .._segments.segments import order_key_value
 from .._selection.arguments import select_tokens_arguments, topk_mask_arguments
+from .._together import SegmentArguments
 from .agreement import Layout as Layout
 from .agreement import agree
 
@@ -122,7 +123,7 @@ def select_tokens(
     if pooled:
         keys, pieces = keys.view(-1), None
     chosen, count, threshold = keep_top(keys, pieces, Quota(*share), drop_zeros, ranks)
-    shape = () if pooled else values.shape[:-1] if layout.offsets is None else count.shape
+    shape = SegmentArguments(layout.offsets, pooled=pooled).shape_in(values)
     return values, (chosen.view(values.shape), count.view(shape), threshold.view(shape))
 
 

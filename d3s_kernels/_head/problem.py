@@ -116,11 +116,10 @@ class HeadProblem(NamedTuple):
         if not isinstance(self.logits_dtype, torch.dtype):
             raise TypeError(f"logits_dtype: got {self.logits_dtype!r}; takes a torch.dtype")
         hidden, weight, bias = operands(hidden, self.weight, self.bias, weight_grad_into, name)
-        numbers = NumberOrTensor(*temperature_argument(temperature, hidden))
+        of_op = NumberOrTensor(*temperature_argument(temperature, hidden))
         return self._replace(
-            hidden=hidden, weight=weight, bias=bias, temperature=numbers, mask=mask,
-            sampling_mask=sampling.of_op(hidden),
-        )  # fmt: skip
+            hidden=hidden, weight=weight, bias=bias, temperature=of_op, mask=mask, sampling_mask=sampling.of_op(hidden)
+        )
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns the arguments of the op, in the order of its schema."""

@@ -38,11 +38,8 @@ def logprob_entropy_backward(
     tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
-    rows, logits = _rows(given, temperature), given.logits
-    no_token = (rows.labels != NO_TARGET) & (rows.labels < 0)
-    if tile == ALL_TOKENS:  # otherwise the size of the vocabulary is unknown
-        no_token |= rows.labels >= logits.shape[-1]
-    rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
+    logits = given.logits
+    rows = _rows(given, temperature, tile, logits.shape[-1])
     if mask is not None:
         rows = rows._replace(still=rows.still | ~mask.reshape(-1))
     kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask)
@@ -60,24 +57,32 @@ def logprob_entropy_backward_(
     temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
-    rows, logits = _rows(given, temperature), given.logits
+    logits = given.logits
+    rows = _rows(given, temperature, tile, logits.shape[-1])
     # A half-precision gradient of float32 logits overwrites only the front half of each row.
     _write(rows, logits, tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
-def _rows(given: GradientArguments, temperature: NumberOrTensor) -> _Rows:
+def _rows(given: GradientArguments, temperature: NumberOrTensor, tile: Tile, tokens: int) -> _Rows:
+    """Computes the values from which the gradients are computed, for logits of ``tokens`` tokens. Where an unchecked
+    label is no token, the row's whole gradient becomes NaN.
+    """
     grad_logprob, grad_entropy, logits, labels, *of_forward = given
     entropy, row_max, log_sum = (values.reshape(-1) for values in of_forward)
     targets, each = labels_of(labels, len(entropy), logits), temperatures(temperature, len(entropy), logits)
     none = torch.zeros_like(entropy)
     of_logprob = none if grad_logprob is None else grad_logprob.reshape(-1).masked_fill(targets == NO_TARGET, 0)
     of_entropy = none if grad_entropy is None else grad_entropy.reshape(-1)
+    bad = (targets != NO_TARGET) & (targets < 0)
+    if tile == ALL_TOKENS:  # otherwise the size of the vocabulary is unknown
+        bad |= targets >= tokens
+    bad = (bad & (of_logprob != 0)) | log_sum.isnan() | of_logprob.isnan() | of_entropy.isnan()
     scale = torch.exp(-log_sum) / each
     return _Rows(
         offset=-scale * (of_logprob + of_entropy * (entropy - log_sum)),
         slope=-scale * of_entropy / each,
         target=of_logprob / each,
-        top=row_max.masked_fill(log_sum.isnan() | of_logprob.isnan() | of_entropy.isnan(), math.nan),
+        top=row_max.masked_fill(bad, math.nan),
         temperature=each,
         labels=targets,
         still=(of_logprob == 0) & (of_entropy == 0),
@@ -118,7 +123,8 @@ def kept_logits_backward(
     gradient) and its token's column in the tile. The fourth has a flag for each row: whether the row's gradients are
     NaN.
     """
-    rows, logits = _rows(given, temperature), given.logits
+    logits = given.logits
+    rows = _rows(given, temperature, tile, kept_of)
     kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask, kept_of)
     assert kept is not None
     rows = _of_sets(rows, kept)
