@@ -90,8 +90,8 @@ class Layout(NamedTuple):
         """
         return None if self.placement == "global" and ranks.size > 1 else self.offsets
 
-    def local_segments(self, ranks: Ranks, pool: bool = False) -> SegmentFields:
-        return self.local_offsets(ranks), self.max_segment, pool
+    def local_segments(self, ranks: Ranks, pooled: bool = False) -> SegmentFields:
+        return self.local_offsets(ranks), self.max_segment, pooled
 
     def is_whole(self, values: Tensor) -> bool:
         """Returns whether each segment is whole on one rank. A 1-D tensor without offsets lies on all ranks."""

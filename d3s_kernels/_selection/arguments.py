@@ -148,7 +148,8 @@ def group_advantages_arguments(
     rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int
 ) -> tuple[Any, ...]:
     require_tensors(rewards=rewards)
-    require_segments(rewards, (offsets, None, False))
+    if offsets is not None:
+        require_optional_tensors(rewards, offsets=offsets)
     if type(ddof) is not int:  # whole_number checks an abstract class, which takes longer than all other checks here
         whole_number("ddof", ddof)
     require_number(eps=eps)

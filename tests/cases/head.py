@@ -106,7 +106,7 @@ def _kept(draw: Draw) -> Arguments:
 
 
 def _near_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Some rounding steps, in float32 and in the logits' dtype, of the sum of the terms' magnitudes."""
+    """The allowed error: rounding steps, in float32 and in the logits' dtype, of the sum of the terms' magnitudes."""
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
     terms = float((hidden @ weight.T).max()) if len(hidden) and len(weight) else 0.0
     if arguments.get("bias") is not None and len(weight):
@@ -124,7 +124,7 @@ def kept_logits(draw: Draw) -> Arguments:
 
 
 def _gradient_of_places(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Of a gradient of logits, with some rounding steps for a soft cap's slope."""
+    """The allowed error of a gradient of logits, with some rounding steps for a soft cap's slope."""
     temperature = torch.as_tensor(public_arguments("entropy", arguments).get("temperature", 1.0))
     coldest = float(temperature.min()) if temperature.numel() else 1.0
     given = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
@@ -141,7 +141,7 @@ def kept_logits_backward(draw: Draw) -> Arguments:
 
 
 def _near_sum(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    """Some float32 rounding steps of the sum of the terms' magnitudes, and some of the total in ``out``'s dtype."""
+    """The allowed error: float32 rounding steps of the sum of magnitudes, and steps of the total in ``out``'s dtype."""
     matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
     most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1 is the factor of the bias
     limit = 2**-21 * most * arguments["grad"].double().abs().sum() * torch.ones(exact.shape)
