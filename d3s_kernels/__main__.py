@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 import d3s_kernels as d3s
 from d3s_kernels import _doctor
 from d3s_kernels.planning.profile import __main__ as profiling
+from d3s_kernels.savings import __main__ as savings_of
 
 DESCRIPTION = """\
 The commands of d3s_kernels. python -m d3s_kernels takes them too, and without arguments is d3s doctor.
 
   d3s doctor     the build and the back-end of each op, and every back-end compared with the reference
   d3s profile    how often a model solves each query of a dataset: the first step of sGPO
+  d3s savings    what a selection would save of TRL's update, counted for a model and a batch of yours
 
 d3s COMMAND --help has the options of a command.
 """
@@ -40,7 +42,11 @@ def profile(arguments: Sequence[str]) -> int:
     return profiling.main(arguments, prog="d3s profile")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"doctor": doctor, "profile": profile}
+def savings(arguments: Sequence[str]) -> int:
+    return savings_of.main(arguments, prog="d3s savings")
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"doctor": doctor, "profile": profile, "savings": savings}
 
 
 def main(arguments: Sequence[str] = ("doctor",)) -> int:

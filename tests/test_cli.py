@@ -1,4 +1,6 @@
-"""The commands d3s doctor and d3s profile, and python -m d3s_kernels; tests/test_backends.py has the report itself."""
+"""The commands of d3s, and python -m d3s_kernels. tests/test_backends.py has the doctor's report, and
+tests/test_savings.py what d3s savings counts.
+"""
 
 from __future__ import annotations
 
@@ -169,6 +171,7 @@ def test_errors_name_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
         (["--jsn"], "d3s: error: the following arguments are required: command"),
         (["doctor", "--jsn"], "d3s doctor: error: unrecognized arguments: --jsn"),
         (["profile", "--model", "x"], "d3s profile: error: the following arguments are required: --dataset, --reward"),
+        (["savings"], "d3s savings: error: the following arguments are required: --prompt-length, --lengths"),
         (["profile", "--samples", "few"], "d3s profile: error: argument --samples: invalid int value: 'few'"),
     ):
         with pytest.raises(SystemExit) as end:

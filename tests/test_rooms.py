@@ -21,11 +21,12 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 
 # From the top down: each room, and the rooms that it may import.
 ROOMS = {
-    "__main__": "_doctor planning",
+    "__main__": "_doctor planning savings",
     "_doctor": "_dispatch _exact compare",
     "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics page "
     "ratios recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
     "planning": "_arguments",
+    "savings": "_head _segments rollouts selection selection_options tokens",
     # what users call
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
     "metrics": "rollouts schedule tokens",

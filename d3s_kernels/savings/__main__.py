@@ -1,0 +1,174 @@
+"""Counts what D3S would save of TRL's update, for a model and a batch of yours, without a GPU.
+
+Example:
+    >>> from d3s_kernels.savings.__main__ import counted, options_of
+    >>> llama = "--layers 2 --hidden 64 --intermediate 128 --heads 4 --kv-heads 2 --vocab 1000"
+    >>> options = options_of(f"{llama} --prompt-length 8 --lengths 32,32 --rollouts-kept 0.5 --token-share 0.1".split())
+    >>> {name: round(row["update"], 2) for name, row in counted(options)["choices"].items() if "known" not in name}
+    {'TRL as it is': 1.0, 'rollouts': 0.5, 'tokens in the update': 0.74, 'rollouts + tokens in the update': 0.37}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .._head.products import SIZES
+from ..selection_options import RATIO, ROLLOUTS, Takes, whole
+from .counts import CHOICES, PARTS, SIGMA, TRL, drawn, lengths_of, number, update
+from .model import NUMBERS, from_config
+
+PROG = "python -m d3s_kernels.savings"
+DRAWS = 16  # batches, from fixed seeds
+NOTES = f"""\
+Operations of matrix products, 2 for each multiply-add, as in TRL 1.16: counts, not times. Means of {DRAWS} batches of
+one process, drawn with independent lengths, rewards and entropies. Attention counts as full squares: a causal kernel
+computes half, one with a window less. Not counted: norms and all else between products, the efficiency of kernels (of
+attention, or of few rows), an adapter's products, a reference model, the optimizer, communication, the host."""
+FINDING = """\
+Not counted: what is learnt. In our small experiment (experiments/learning/README.md), training on 8 of 32 rollouts was
+as good as on all 32 in the same priced time. It was ahead of generating only 8 only where successes were rare, prompts
+few and generation nearly free; where generation cost 0.4 of an update or more, generating 8 had the higher mean.
+Leaving out tokens gained nothing."""
+BELOW_1 = Takes(lambda value: type(value) in (int, float) and 0 <= value < 1, "a number in [0, 1)")
+BETWEEN = Takes(lambda value: BELOW_1.fits(value) and value > 0, "a number in (0, 1)")
+OPTIONS: dict[str, tuple[Takes, float | None, str]] = {
+    "--prompts": (whole(1), 8, "of a generation batch"),
+    "--group-size": (whole(2), 8, "rollouts of a prompt"),
+    "--micro-batch": (whole(1), 8, "per_device_train_batch_size"),
+    "--prompt-length": (whole(1), None, "tokens of each prompt"),
+    "--rollouts-kept": (ROLLOUTS, 0.5, "a share of a group or a number; D3S goes from 0.25 to 1"),
+    "--token-share": (RATIO, 0.1, "D3S goes from 0.05 to 0.2"),
+    "--off-policy": (BELOW_1, 0.0, "share of the tokens that vLLM's correction leaves out; implies --passes vllm"),
+    "--success": (BETWEEN, 0.3, "mean rate of rewards of 1, else 0"),
+    "--generation-share": (BELOW_1, 0.0, "share of TRL's step that is no update: generation, rewards"),
+}
+
+
+def options_of(arguments: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
+    """Reads the command line. ``model`` is then a :class:`Model`, and ``lengths`` a function that draws one."""
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0], epilog=NOTES)
+    add = parser.add_argument
+    add("config", nargs="?", help="a Hugging Face config.json, or its folder. In place of it or of its values:")
+    for key, name in NUMBERS.items():
+        add(name, dest=key, type=number, metavar="N", help=key)
+    for name, (_, default, text) in OPTIONS.items():
+        text += "" if default is None else f" ({default})"
+        add(name, type=number, default=default, metavar="N", help=text, required=default is None)
+    text = f'number or JSON with a "length"; or MEAN,MAXIMUM, for log-normal ones with a sigma of {SIGMA}'
+    add("--lengths", required=True, help=f"tokens of completions: a file with one a line, {text}")
+    text = "log-probabilities that TRL computes before an update: old, for several updates; vllm, for its correction"
+    add("--passes", choices=("none", "old", "vllm"), default="none", help=f"{text} (none)")
+    add("--no-checkpointing", action="store_true", help="gradient_checkpointing=False; TRL's default is True")
+    add("--lora", action="store_true", help="the weights of body and head are frozen")
+    add("--frozen-head", action="store_true", help="the head's weight is frozen")
+    add("--json", action="store_true", help="one JSON object, for programs")
+    options = parser.parse_args(arguments)
+    numbers = {key: value for key in NUMBERS if (value := vars(options)[key]) is not None}
+    options.values = {name: vars(options)[name[2:].replace("-", "_")] for name in OPTIONS}
+    try:
+        config: Any = {"model_type": "mixtral" if "num_local_experts" in numbers else "llama"}
+        if options.config or not numbers:
+            file = Path(options.config or "no config")
+            file = file / "config.json" if file.is_dir() else file
+            config = number(file.read_text(encoding="utf-8")) if file.is_file() else None
+            if not isinstance(config, dict):
+                raise ValueError(f"config: got {file}; takes a config.json, its folder, or else a model's numbers")
+        for name, (takes, *_) in OPTIONS.items():
+            if not takes.fits(value := options.values[name]):
+                raise ValueError(f"{name}: got {value!r}; takes {takes.words}")
+        if (rollouts := options.prompts * options.group_size) % options.micro_batch:
+            raise ValueError(f"--micro-batch: got {options.micro_batch}; takes a divisor of {rollouts}, all rollouts")
+        options.model, options.lengths = from_config(config, numbers), lengths_of(options.lengths)
+    except ValueError as error:
+        parser.error(f"argument {error}")
+    options.passes = "vllm" if options.off_policy else options.passes
+    return options
+
+
+def _sentences(shares: dict[str, float]) -> list[str]:
+    """Says what pays most and what does not pay, from each choice's share of TRL's step."""
+    best = min(shares, key=shares.__getitem__)
+    saved = {
+        name: (shares["rollouts"] if " + " in name else 1) - share for name, share in shares.items() if name != TRL
+    }
+    little = [f"{name.replace('s +', 's, then')} ({100 * part:.0f} %)" for name, part in saved.items() if part < 0.1]
+    text = f"Saves less than 10 % of TRL's step, and does not pay: {'; '.join(little) or 'nothing'}."
+    return [f"Pays most: {best}, {shares[best]:.2f}x TRL's step.", text, FINDING]
+
+
+def counted(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the JSON object. ``operations`` are those of an update on one generation batch; ``shares`` and ``update``
+    are of TRL's update, ``step`` of its step, and ``padding`` of the operations of the body.
+    """
+    totals = {choice: Counter[str]() for choice in CHOICES if options.off_policy or choice != "off-policy tokens"}
+    longest, rows = 0, {}
+    for seed in range(DRAWS):
+        batch = drawn(seed, options)
+        longest = max(longest, int(batch[0].max()))
+        for choice, total in totals.items():
+            total.update(update(options, batch, choice))
+    of_trl, other = sum(totals[TRL][part] for part in PARTS), options.generation_share
+    for choice, total in totals.items():
+        share = sum(total[part] for part in PARTS) / of_trl
+        rows[choice] = {
+            "operations": {part: total[part] / DRAWS for part in PARTS}, "update": share,
+            "shares": {part: total[part] / of_trl for part in PARTS}, "step": other + (1 - other) * share,
+            "padding": total["padding"] / total["body forward"],
+        }  # fmt: skip
+    tokens, vocabulary = options.micro_batch * longest, options.model.vocabulary
+    logits = {  # most bytes at a time: TRL has a tile in bfloat16, 4,096 tokens x 32,768 words; ours is float32
+        "TRL": 2 * min(tokens, 4096) * 32768,
+        "ours": min(SIZES["cuda"].workspace_bytes, 4 * tokens * vocabulary),
+        "all, in bfloat16": 2 * tokens * vocabulary,
+    }
+    sentences = _sentences({choice: row["step"] for choice, row in rows.items()})
+    return {
+        "schema": 1,
+        "model": options.model._asdict(),
+        "options": options.values,
+        "choices": rows,
+        "logits_bytes": logits,
+        "sentences": sentences,
+        "notes": NOTES,
+    }
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    options = options_of(arguments, prog)
+    found = counted(options)
+    if options.json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return 0
+    table = [["of TRL's update", *PARTS, "update", "step", "padding"]]
+    for choice, row in found["choices"].items():
+        cells = [f"{100 * share:.1f} %" for share in (*row["shares"].values(), row["padding"])]
+        table.append([choice, *cells[:-1], f"{row['update']:.3f}x", f"{row['step']:.3f}x", cells[-1]])
+    if sys.stdout.isatty() and find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        shown = Table(*table[0])
+        for cells in table[1:]:
+            shown.add_row(*cells)
+        Console().print(shown)
+    else:
+        widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
+        for cells in table:
+            print(cells[0].ljust(widths[0]) + "".join(map(str.rjust, cells[1:], widths[1:])))
+    of_trl = sum(found["choices"][TRL]["operations"].values())
+    logits = ", ".join(f"{name} {number / 2**20:,.0f} MiB" for name, number in found["logits_bytes"].items())
+    print("\nWith", *(f"{name} {value}" for name, value in found["options"].items()))
+    print(f"TRL's update: {of_trl:.4g} operations. Logits of a micro-batch, at most: {logits}.")
+    print(*found["sentences"], "", NOTES, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Draws generation batches, and counts what an update computes of them: TRL's as it is, or with D3S's choices.
+
+TRL's head costs four products of a labelled token: logits, and in the backward the logits again and the gradients of
+hidden state and weight. Ours costs ``1 + 3 r`` with a share ``r`` of tokens kept, or ``4 r`` if they are known before
+the update (``entropy_from="rollout"``). The body then takes rows with a kept token, up to the last column with one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._segments.quota import Quota
+from ..rollouts import group_advantages
+from ..selection import Selection
+from ..tokens import select_tokens
+from .model import Model
+
+PARTS = ("body forward", "recompute", "body backward", "head forward", "head backward", "passes before")
+TRL = "TRL as it is"
+CHOICES = {  # whether rollouts are chosen, and which tokens
+    TRL: (False, "all"), "rollouts": (True, "all"), "tokens in the update": (False, "in update"),
+    "tokens known before": (False, "known"), "off-policy tokens": (False, "on-policy"),
+    "rollouts + tokens in the update": (True, "in update"), "rollouts + tokens known before": (True, "known"),
+}  # fmt: skip
+SIGMA = 0.9  # of the logarithms of lengths, as in TRL's benchmark of its batcher (trl#6092)
+SPREAD = 2.0  # a prompt's rate of rewards of 1 is Beta(SPREAD s, SPREAD (1 - s)), with the mean s
+# Percentiles of a token's entropy in nats, from 0 to 100 in steps of 5: 64 answers of SmolLM2-135M, which
+# benchmarks/recorded.json has.
+ENTROPIES = (
+    0.0, 0.04, 0.11, 0.21, 0.36, 0.49, 0.65, 0.83, 1.03, 1.22, 1.41, 1.58, 1.74, 1.97, 2.19, 2.49, 2.74, 3.11, 3.59,
+    4.13, 7.56,
+)  # fmt: skip
+
+
+def number(text: str) -> Any:
+    """Returns the value of a JSON text, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def lengths_of(text: str) -> Callable[[Random], int]:
+    """Returns a function that draws a completion's length: from a file's lines, or log-normal and cut off at a maximum.
+
+    With c = log(maximum) and the normal distribution P, the mean of the latter is
+    ``exp(mu + SIGMA^2 / 2) P((c - mu) / SIGMA - SIGMA) + maximum P((mu - c) / SIGMA)``; bisection finds mu.
+    """
+    mean, _, most = map(number, text.partition(","))
+    if type(mean) is int and type(most) is int and 0 < mean <= most:
+        c, cdf, low, high = math.log(most), NormalDist().cdf, -9.0, math.log(most) + 9 * SIGMA
+        for _ in range(60):
+            mu = (low + high) / 2
+            found = math.exp(mu + SIGMA**2 / 2) * cdf((c - mu) / SIGMA - SIGMA) + most * cdf((mu - c) / SIGMA)
+            low, high = (mu, high) if found < mean else (low, mu)
+        return lambda draws: max(1, min(most, round(draws.lognormvariate(mu, SIGMA))))
+    if not Path(text).is_file():
+        raise ValueError(f"--lengths: got {text!r}; takes a file, or a mean and a maximum above it, as in 400,1024")
+    values = [number(line) for line in Path(text).read_text(encoding="utf-8").splitlines()]
+    values = [value.get("length") if isinstance(value, dict) else value for value in values]
+    for line, value in enumerate(values or [None], 1):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"--lengths: {text}, line {line}: got {value!r}; takes a whole number of at least 1")
+    return lambda draws: int(draws.choice(values))
+
+
+def drawn(seed: int, options: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Draws a batch of R rollouts and at most T tokens. Lengths, rewards and tokens are independent of each other.
+
+    Returns:
+        lengths int64 ``[R]``; advantages float32 ``[groups, n]``; entropies float32 ``[R, T]``, in nats; bool
+        ``[R, T]``, which tokens are not off-policy; and how TRL shuffles the rollouts, int64 ``[R]``.
+    """
+    draws, generator, s = Random(seed), torch.Generator().manual_seed(seed), options.success
+    rates = [draws.betavariate(SPREAD * s, SPREAD * (1 - s)) for _ in range(options.prompts)]
+    rewards = torch.tensor([[float(draws.random() < rate) for _ in range(options.group_size)] for rate in rates])
+    lengths = torch.tensor([options.lengths(draws) for _ in range(rewards.numel())])
+    at_random = torch.rand((2, len(lengths), int(lengths.max())), generator=generator)
+    table, place = torch.tensor(ENTROPIES), at_random[0] * (len(ENTROPIES) - 1)
+    entropy = torch.lerp(table[place.floor().long()], table[place.ceil().long()], place.frac())
+    order = torch.randperm(len(lengths), generator=generator)
+    return lengths, group_advantages(rewards), entropy, at_random[1] >= options.off_policy, order
+
+
+def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> Counter[str]:
+    """Returns the operations of a batch's update by part, and as "padding" those of the body's forward for padding."""
+    model: Model = options.model
+    all_lengths, advantages, entropy, on_policy, order = batch
+    (chooses, tokens), prompt, total = CHOICES[choice], options.prompt_length, Counter[str]()
+    rows, head = torch.arange(len(all_lengths)), 2 * model.hidden * model.vocabulary
+    micro_batches = len(rows) // options.micro_batch
+
+    def add_pass(rows: Tensor, columns: int) -> None:
+        of_head = head * int(all_lengths[rows].sum())
+        total["passes before"] += model.body(len(rows), prompt + columns)[0] + of_head
+
+    if options.passes == "vllm":  # its correction is computed before rollouts are chosen
+        add_pass(rows, int(all_lengths.max()))
+    if chooses:
+        selection = Selection(rollouts_start=options.rollouts_kept, rollouts_end=options.rollouts_kept)
+        rows = selection.rollouts(advantages, 0.0, multiple_of=micro_batches).flatten().nonzero()[:, 0]
+    lengths, advantages = all_lengths[rows], advantages.flatten()[rows]
+    width = int(lengths.max())
+    if options.passes == "old":
+        add_pass(rows, width)
+    elif options.passes == "none" and tokens == "known":  # for entropies alone
+        add_pass(rows[advantages != 0], width)
+
+    needed = torch.arange(width) < lengths[:, None]  # the tokens that the head computes
+    if known := tokens in ("known", "on-policy"):
+        needed &= on_policy[rows, :width]
+    if tokens == "known":
+        needed = select_tokens(entropy[rows, :width], advantages, options.token_share, mask=needed).mask
+    share, columns = Quota(ratio=options.token_share if tokens == "in update" else 1.0), width
+    for place in order[rows].argsort().chunk(micro_batches):
+        if known:
+            place = place[needed[place].any(dim=1)] if needed[place].any() else place[:1]
+            columns = max(1, int((needed[place].any(dim=0) * torch.arange(1, width + 1)).amax()))
+        forward, recompute, backward = model.body(len(place), prompt + columns, options.lora)
+        whole = sum(model.body(1, prompt + min(length, columns))[0] for length in lengths[place].tolist())
+        labelled = needed[place].sum()
+        of_kept = head * int(share.of(labelled)) * (2 if options.lora or options.frozen_head else 3)
+        total.update(dict(zip(PARTS, (forward, recompute, backward, head * int(labelled), of_kept), strict=False)))
+        total["padding"] += forward - whole
+    total["recompute"] *= not options.no_checkpointing
+    return total

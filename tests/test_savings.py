@@ -1,0 +1,156 @@
+"""d3s savings: operations are those that torch counts, and shares are those of what the trainers compute."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from helpers import slow
+from torch.utils.flop_counter import FlopCounterMode
+
+from d3s_kernels import __main__ as commands
+from d3s_kernels._head.backward import Incoming, Wanted
+from d3s_kernels._head.backward import backward as head_backward
+from d3s_kernels._head.forward import forward as head_forward
+from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels.savings import __main__ as savings
+from d3s_kernels.savings.counts import ENTROPIES, PARTS, TRL, lengths_of, update
+from d3s_kernels.savings.model import DENSE, EXPERTS, NORM_AT_END, OWN_HEAD_DIM, Model, from_config
+
+LLAMA = ["--layers=2", "--hidden=64", "--intermediate=128", "--heads=4", "--kv-heads=2", "--vocab=1000"]
+BATCH = ["--prompt-length=8", "--lengths=32,32"]
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
+    "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+OF_QWEN = {"moe_intermediate_size": 24, "mlp_only_layers": [0], "shared_expert_intermediate_size": 40}
+ALWAYS = ["gemma2", "llama", "llama with LoRA", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe with LoRA"]
+LATER = [slow(name, shows="its operations") for name in sorted((DENSE | NORM_AT_END | EXPERTS) - {*ALWAYS})]
+
+
+def operations(call: Callable[[], Any]) -> int:
+    in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}  # torch does not count it
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, *LATER])
+def test_torch_counts_as_many_operations_of_the_body(name: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    kind, _, lora = name.partition(" with ")
+    own = OF_QWEN if kind.endswith("_moe") else {"head_dim": 16} if kind in OWN_HEAD_DIM else {}
+    config = SIZES | own | {"model_type": kind}
+    options = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if kind in EXPERTS else {})}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**config), **options).train()
+    if lora:
+        model.requires_grad_(False).enable_input_require_grads()
+    forward, recompute, backward = from_config(config).body(3, 10, bool(lora))
+    for again in (0, recompute):
+        hidden: list[torch.Tensor] = []
+        call = partial(model, torch.arange(30).view(3, 10), use_cache=False)
+        assert operations(lambda call=call, hidden=hidden: hidden.append(call()[0])) == forward
+        assert operations(hidden[0].sum().backward) == backward + again
+        model.gradient_checkpointing_enable()
+
+
+def test_torch_counts_as_many_products_of_the_heads() -> None:
+    """Of 20 labelled tokens, of which ours keeps 5. torch does not look into our op, so its parts are called here."""
+    theirs = pytest.importorskip("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    hidden, weight, labels, one = torch.randn(20, 8), torch.randn(50, 8), torch.arange(20), 2 * 8 * 50
+    found: list[Any] = []
+    assert operations(lambda: found.extend(head_forward(HeadProblem(hidden, weight, labels)))) == 20 * one
+    for frozen in (True, False):
+        wanted, incoming = Wanted(True, not frozen, False), Incoming((labels < 5).float(), None, *found[1:4])
+        ours = partial(head_backward, HeadProblem(hidden, weight, labels), incoming, wanted)
+        assert operations(ours) == 5 * one * (3 - frozen)
+        of_trl = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+        logprob = theirs.apply(*of_trl, None, labels, 1.0, 64)[0]
+        assert operations(logprob.sum().backward) == 20 * one * (3 - frozen)
+
+
+def test_an_update_computes_these_rows_and_columns() -> None:
+    """By hand, with one weight: of four rollouts in two micro-batches, two tokens of the first are kept."""
+    batch = "--prompts 1 --group-size 4 --micro-batch 2 --rollouts-kept 2 --token-share 0.2 --prompt-length 1"
+    options = savings.options_of([*LLAMA, *BATCH, *batch.split()])
+    options.model, entropy = Model(1, 0, 0, 1, 1), torch.zeros(4, 4)
+    entropy[0, :2] = 1
+    drawn = torch.tensor([4, 2, 3, 1]), torch.tensor([[1.0, -1, 0, 0]]), entropy, entropy >= 0, torch.arange(4)
+    for choice, padding, *parts in (
+        (TRL, 12, 40, 40, 80, 20, 60, 0),
+        ("rollouts", 4, 20, 20, 40, 12, 36, 0),
+        ("tokens in the update", 12, 40, 40, 80, 20, 18, 0),  # two of six tokens, and one of four
+        ("tokens known before", 0, 10, 10, 20, 4, 12, 32),  # the second micro-batch has one row and one column
+    ):
+        found = update(options, drawn, choice)
+        assert [found[part] for part in ("padding", *PARTS)] == [padding, *parts], choice
+    options.passes, options.lora, options.no_checkpointing = "vllm", True, True
+    assert [update(options, drawn, "rollouts")[part] for part in PARTS] == [20, 0, 20, 12, 24, 60]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert commands.main(["savings", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_shares_sum_up_and_what_keeps_all_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = [*LLAMA, *BATCH, "--json", "--off-policy", "0.2", "--generation-share", "0.5"]
+    choices = json.loads(printed(capsys, *batch, "--lengths", "20,64"), parse_constant=pytest.fail)["choices"]
+    for row in choices.values():
+        assert sum(row["shares"].values()) == pytest.approx(row["update"])
+        assert row["step"] == pytest.approx(0.5 + 0.5 * row["update"])
+    assert choices[TRL]["update"] == 1 > choices["off-policy tokens"]["update"]
+    all_kept = ["--rollouts-kept", "1", "--token-share", "1", "--off-policy", "0", "--passes", "old"]
+    assert {row["update"] for row in json.loads(printed(capsys, *batch, *all_kept))["choices"].values()} == {1}
+
+
+def test_the_text_and_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    (tmp_path / "lengths").write_text('20\n{"length": 30}\n')
+    text = printed(capsys, str(tmp_path), *BATCH, "--lengths", str(tmp_path / "lengths"))
+    assert all(said in text for said in ("Pays most: rollouts +", "--group-size 8", savings.NOTES, savings.FINDING))
+    assert doctest.testmod(savings) == (0, 4)
+
+
+def test_entropies_are_the_recorded_ones() -> None:
+    groups = json.loads((Path(__file__).parents[1] / "benchmarks" / "recorded.json").read_text())["groups"]
+    entropies = torch.tensor([level for group in groups for answer in group["answers"] for level in answer["entropy"]])
+    assert (entropies.double() / 100).quantile(torch.linspace(0, 1, 21).double()).tolist() == pytest.approx(
+        ENTROPIES, abs=0.01
+    )
+
+
+def test_drawn_lengths_have_the_mean_and_the_maximum() -> None:
+    draw, draws = lengths_of("400,1024"), Random(0)
+    lengths = [draw(draws) for _ in range(20000)]
+    assert (max(lengths), sum(lengths) / 20000) == (1024, pytest.approx(400, rel=0.02))
+
+
+def test_errors_name_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, lines = tmp_path / "model.json", tmp_path / "lengths"
+    lines.write_text("12\n1.5\n")
+    hybrid = {"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}
+    for config, arguments, said in (
+        ({"model_type": "qwen3_next"}, [], "model_type: got 'qwen3_next'; takes gemma, gemma2, "),
+        ({"text_config": {"model_type": "qwen2_vl_text"}}, [], "model_type: got 'qwen2_vl_text'; takes gemma, "),
+        (hybrid, [], "layer_types: got 'linear_attention'; takes full_attention and sliding_attention; for a model of"),
+        (SIZES | {"model_type": "gemma"}, [], "--head-dim: got None for head_dim; takes a whole number of at least 1"),
+        ([], [], "config: got {}; takes a config.json, its folder, or else a model's numbers"),
+        (None, LLAMA[:1], "--hidden: got None for hidden_size; takes a whole number of at least 1"),
+        (None, [*LLAMA, "--lengths", str(lines)], "line 2: got 1.5; takes a whole number of at least 1"),
+        (None, [*LLAMA, "--lengths", "9,8"], "--lengths: got '9,8'; takes a file, or a mean and a maximum above it"),
+        (None, [*LLAMA, "--token-share", "two"], "--token-share: got 'two'; takes a number in (0, 1]"),
+        (None, [*LLAMA, "--micro-batch", "7"], "--micro-batch: got 7; takes a divisor of 64, all rollouts"),
+    ):
+        file.write_text(json.dumps(config))
+        with pytest.raises(SystemExit) as end:
+            commands.main(["savings", *([] if config is None else [str(file)]), *BATCH, *arguments])
+        assert end.value.code == 2
+        assert said.format(file) in capsys.readouterr().err
