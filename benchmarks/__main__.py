@@ -34,13 +34,14 @@ from rich.console import Console
 
 import d3s_kernels as d3s
 
-from . import machine, memory, quiet, report, timing
+from . import machine, memory, page, quiet, report, timing
+from .computed import is_source, with_computed
 from .harness import POISONED, describe
-from .judging import RULES, Rule
-from .report import Line
+from .judging import RULES
 from .sizes import rollouts, sizes_for
 from .targets import (
     AVX2_ENVIRONMENT,
+    FULL_COMPLETIONS,
     STEP_CONTEST,
     STEP_MEMORY,
     TARGETS,
@@ -85,8 +86,10 @@ def main() -> int:
     if not on_gpu and facts["load_before"] > 0.5:
         console.print(f"[yellow]This machine was busy (load {facts['load_before']:.1f}): timings do not mean much.")
     whole = on_gpu or (not options.short and not options.only)
-    targets = targets_of(options.device, facts["build_info"], facts.get("gpu", ""))
-    judged = report.lines(log.contests, targets, rule, short=options.short, whole=whole)
+    gpu = facts.get("gpu", "")
+    targets = targets_of(options.device, facts["build_info"], gpu)
+    contests = log.contests if options.short else with_computed(log.contests)  # a rehearsal has one small model
+    judged = report.lines(contests, targets, rule, short=options.short, whole=whole, gpu=gpu)
     sizes = sizes_for(options.device, options.short)
     peaks = peak_memory(options, log.contests)
     logits = describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16)
@@ -97,22 +100,21 @@ def main() -> int:
     )
 
     seen = quiet_of(log)
-    title = title_of(options, seen)
-    caption = circumstances(facts, log.contests, seen, rule)
+    facts |= {"failed": log.failed, "missing_peers": {name: why for name, why in log.missing.items() if why}}
+    facts |= {"quiet": seen and seen.data(), "small_inputs": options.short, "sources": sources_of(log.contests)}
+    run = facts | report.data(judged, contests, rule, gpu) | {"peak_extra_bytes": peaks}
+    heading, caption = page.heading(run), page.circumstances(run)
     if on_gpu:
-        print(report.compact(caption, judged, log), flush=True)
+        print(report.compact(f"{heading}; {caption}", judged, log), flush=True)
     else:
-        console.print(report.table(title, caption, judged))
+        console.print(report.table(heading, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
         if whole and not on_gpu:
             console.print(f"Nothing is written. What there is: python -m benchmarks --from {file}")
     # A GPU is available only for minutes, so its results are kept even if some benchmarks failed.
     if on_gpu or (whole and not failed):
-        facts |= {"failed": log.failed, "missing_peers": {name: why for name, why in log.missing.items() if why}}
-        facts["quiet"] = seen and seen.data()
-        base = write(options.out, facts, title, caption, judged, log.contests, peaks, rule)
-        console.print(f"Written to {base}.{{json,md}}")
+        console.print(f"Written to {write(options.out, run)}.{{json,md}}")
     return int(failed)
 
 
@@ -238,9 +240,18 @@ def ended(child: subprocess.Popen[bytes]) -> int:
 def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
     """Bytes by contest and contender. On a GPU the contests have measured them; on a CPU each takes a process."""
     if options.device == "cuda":
-        held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, 0.5B"}
+        held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, {FULL_COMPLETIONS}, 0.5B"}
         return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}
     return {what: {} if options.only else memory.measure(what, options.short) for what in memory.CONTESTS}
+
+
+def sources_of(contests: dict[str, Contenders]) -> dict[str, Any]:
+    """The contests that no page shows, since others are computed from them."""
+    return {
+        contest: {name: report.of_contender(timing) for name, timing in rivals.items()}
+        for contest, rivals in contests.items()
+        if is_source(contest)
+    }
 
 
 def quiet_of(log: Log) -> quiet.Judged | None:
@@ -250,57 +261,12 @@ def quiet_of(log: Log) -> quiet.Judged | None:
     return quiet.judge(log.probes, quiet.earlier_level(HERE / "results", log.facts["machine"], log.facts["threads"]))
 
 
-def title_of(options: argparse.Namespace, seen: quiet.Judged | None) -> str:
-    if options.short:
-        return "d3s_kernels, small inputs: no targets"
-    noisy = ", on a machine that was not quiet" if seen and not seen.quiet else ""
-    return f"d3s_kernels: targets and what was measured{noisy}"
-
-
-def circumstances(facts: dict[str, Any], contests: dict[str, Contenders], seen: quiet.Judged | None, rule: Rule) -> str:
-    parts = [name_of(facts), facts["date"]]
-    parts += [f"{package} {version}" for package, version in facts["versions"].items() if package != "transformers"]
-    parts += [f"commit {facts['commit']}"] if facts["commit"] else []
-    parts += [f"{name} {rate:.1f} GB/s" for name, rate in report.gigabytes_per_second(contests, rule).items()]
-    parts += [f"{name} {rate:.0f} TFLOP/s" for name, rate in report.teraflops(contests, rule).items()]
-    said = [facts["threads_tried"]["said"]] if "threads_tried" in facts else []
-    said += [seen.said] if seen else []
-    said += [f"Contenders take turns. {rule.said} Warm-up, and with it torch.compile's compilation, is not counted."]
-    return f"{'; '.join(parts)}. {' '.join(said)}{how(facts['device'])}"
-
-
-def name_of(facts: dict[str, Any]) -> str:
-    if facts["device"] == "cuda":
-        return f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}"
-    cores = f"{machine.threads(facts['threads'])} of {facts['cores']} cores"
-    return f"{facts['cpu']}, {cores}, SIMD {facts['build_info']['simd']}"
-
-
-def how(device: str) -> str:
-    if device == "cpu":
-        return ""
-    return (
-        " Timed by CUDA events; what takes less than a millisecond and does not wait for the GPU, by replaying a CUDA "
-        "graph, over copies of small inputs that are together larger than the GPU's cache. Overheads are the time "
-        "until the call returns."
-    )
-
-
-def write(
-    folder: Path,
-    facts: dict[str, Any],
-    title: str,
-    caption: str,
-    judged: list[Line],
-    contests: dict[str, Contenders],
-    peaks: dict[str, dict[str, int]],
-    rule: Rule,
-) -> Path:
-    base = folder / f"{facts['machine']}-{facts['date']}"
+def write(folder: Path, run: dict[str, Any]) -> Path:
+    base = folder / f"{run['machine']}-{run['date']}"
     base.parent.mkdir(parents=True, exist_ok=True)
-    everything = facts | report.data(judged, contests, rule) | {"peak_extra_bytes": peaks}
-    base.with_suffix(".json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
-    base.with_suffix(".md").write_text(report.markdown(title, caption, judged, contests))
+    file = base.with_suffix(".json")
+    file.write_text(json.dumps(run, indent=1, default=str) + "\n")
+    base.with_suffix(".md").write_text(page.page_of(file))
     return base
 
 

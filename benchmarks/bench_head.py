@@ -20,6 +20,7 @@ from .targets import BESIDE_UNSLOTH, HEAD_STEP, LIGER, LIGER_SHAPE, UNSLOTH
 WIDTHS = ["narrow", "wide"]
 # Dtypes of inputs and logits: all bfloat16, like a bfloat16 model; with float32 logits (the default); all float32.
 LIGERS = 4_096, 131_072  # Liger publishes times for these features and tokens, with 4,096 rows
+VERL_KERNEL = "verl's Triton kernel"
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
@@ -46,7 +47,7 @@ def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> 
             "TRL's chunked head": chunked and (lambda: peers.trl_head(hidden, weight, labels)),
             LIGER: liger_for(width, precision) and (lambda: peers.liger_head(hidden, weight, labels)),
         },
-        yardsticks=yardsticks,
+        yardsticks=yardsticks | torchs(precision, lambda head: lambda: head(hidden, weight, labels)),
         agree=close(0.2 if dtype == torch.bfloat16 else 1e-3),  # PyTorch rounds the logits to the inputs' precision
     )
 
@@ -76,6 +77,7 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
         peers={
             "PyTorch": step(plain, few) if fast(width) else None,
             "TRL's chunked head": peers.trl_peers.CHUNKED and step(of_peer(peers.trl_head, labels), few),
+            **(torchs(precision, lambda head: step(of_peer(head, labels), few)) if fast(width) else {}),
         },
         yardsticks={
             "all tokens": step(ours, every),
@@ -97,6 +99,9 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
 
     ours = step_of(every_row(labels, logits_dtype), hidden, weight, gradient)
 
+    def of_torch(head: Callable) -> Work:
+        return step_of(of_peer(head, labels), hidden, weight, gradient)
+
     contest(
         f"linear_logprob_entropy forward + backward, wide, {precision}",
         size_of(hidden, weight),
@@ -104,7 +109,8 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
         peers={
             LIGER: step_of(of_peer(peers.liger_head, labels), hidden, weight, gradient)
             if liger_for("wide", precision)
-            else None
+            else None,
+            **(torchs(precision, of_torch) if peers.ON_GPU else {}),
         },
         yardsticks=yardsticks,
         agree=close_in_norm(0.02),
@@ -140,17 +146,26 @@ def test_liger(contest: Contest, sizes: Sizes) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="benchmarks/verl_head.py has it on a CPU, from verl")
 def test_verl(contest: Contest, sizes: Sizes) -> None:
-    """In a contest of its own, since importing Liger takes nine seconds."""
+    """In contests of their own, since importing Liger takes nine seconds, and Triton tries verl's kernels out."""
     hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
     gradient = inputs.advantages(len(labels))
+    kernel = peers.verl_kernel()
 
+    contest(
+        "linear_logprob_entropy forward, wide, bf16, beside verl's kernel",
+        size_of(hidden, weight),
+        lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=torch.bfloat16),
+        peers={VERL_KERNEL: kernel and (lambda: kernel(hidden, weight, labels))},
+        agree=close(0.2),
+    )
     contest(
         "linear_logprob_entropy forward + backward, wide, bf16, beside verl's chunks",
         size_of(hidden, weight),
         step_of(every_row(labels, torch.bfloat16), hidden, weight, gradient),
         peers={
             "verl's chunks": peers.liger_module()
-            and step_of(of_peer(peers.verl_head, labels), hidden, weight, gradient)
+            and step_of(of_peer(peers.verl_head, labels), hidden, weight, gradient),
+            VERL_KERNEL: kernel and step_of(of_peer(kernel, labels), hidden, weight, gradient),
         },
         agree=close_in_norm(0.02),
     )
@@ -253,6 +268,18 @@ def step_of(function: Callable, hidden: torch.Tensor, weight: torch.Tensor, grad
 def of_peer(head: Callable, labels: torch.Tensor) -> Callable[..., torch.Tensor]:
     """The log-probabilities of a peer's head."""
     return lambda hidden, weight: head(hidden, weight, labels)[0]
+
+
+def torchs(precision: str, bind: Callable[[Callable], Work]) -> dict[str, Work | None]:
+    """torch's own head, as it is and in chunks. On a CPU it is compared only where ours is fastest; its chunks would
+    take minutes there.
+    """
+    if not peers.ON_GPU and precision != "bf16":
+        return {}
+    heads = {peers.TORCHS_HEAD: peers.torchs_head(chunks=False)}
+    if inputs.device.type == "cuda":
+        heads[f"{peers.TORCHS_HEAD}, in chunks"] = peers.torchs_head(chunks=True)
+    return {name: head and bind(head) for name, head in heads.items()}
 
 
 def every_row(labels: torch.Tensor, logits_dtype: torch.dtype, **options: int) -> Callable[..., torch.Tensor]:

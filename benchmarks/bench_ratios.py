@@ -12,9 +12,10 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 
-from . import inputs, ratio_peers
-from .harness import Contest, close, describe, same_kept
-from .sizes import Sizes
+from . import inputs, peers, ratio_peers
+from .clock import copied
+from .harness import Agree, Contest, close, describe, same_kept
+from .sizes import SHORT, Sizes
 
 VOCABULARY = 151_936
 # Bytes read and written per element: two log-probabilities, a ratio, and a mask or group.
@@ -23,7 +24,8 @@ FORWARD_BYTES = {"token": 12, "sequence": 13, "entropy_group": 13}
 GRADIENT_BYTES = {"token": 24, "sequence": 26, "entropy_group": 26}
 QUANTILE, GROUPS = 0.8, 2
 ONE_EACH = "TRL's formula, one for each sequence"
-Ratio = Callable[[Tensor], Tensor]
+LEVELS = ["token", "sequence", "entropy_group"]
+Ratio = Callable[..., Tensor]  # of log-probabilities, old ones, and what else the level takes
 
 
 class Tokens:
@@ -39,95 +41,137 @@ class Tokens:
         self.entropy = inputs.entropies(*shape)
         self.groups = d3s.entropy_groups(self.entropy, self.present, (QUANTILE,))
 
+    def others(self, level: str) -> tuple[Tensor, ...]:
+        """What ratios of this level take besides log-probabilities."""
+        return {"token": (), "sequence": (self.present, self.mask), "entropy_group": (self.groups,)}[level]
+
 
 @pytest.fixture(scope="module")
 def tokens(sizes: Sizes) -> Tokens:
     return Tokens(sizes)
 
 
-def ratios(tokens: Tokens, level: str) -> tuple[Ratio, dict[str, Ratio]]:
+def ratios(level: str) -> tuple[Ratio, dict[str, Ratio]]:
     """Our ratio and the peers' ratios."""
-    old, mask, present, groups = tokens.old, tokens.mask, tokens.present, tokens.groups
     if level == "token":
-        return lambda logprob: d3s.importance_ratio(logprob, old), {
-            "TRL's formula": lambda logprob: ratio_peers.trl_token(logprob, old),
-            "verl's formula": lambda logprob: ratio_peers.verl_token(logprob, old),
+        return d3s.importance_ratio, {
+            "TRL's formula": ratio_peers.trl_token,
+            "verl's formula": ratio_peers.verl_token,
         }
     if level == "sequence":
-        return lambda logprob: d3s.importance_ratio(logprob, old, present, level="sequence"), {
-            "verl's formula": lambda logprob: ratio_peers.verl_sequence(logprob, old, mask),
-            ONE_EACH: lambda logprob: ratio_peers.trl_sequence(logprob, old, mask).expand_as(logprob),
+        return lambda logprob, old, present, _: d3s.importance_ratio(logprob, old, present, level=level), {
+            "verl's formula": lambda logprob, old, _, mask: ratio_peers.verl_sequence(logprob, old, mask),
+            ONE_EACH: lambda logprob, old, _, mask: ratio_peers.trl_sequence(logprob, old, mask).expand_as(logprob),
         }
-    return lambda logprob: d3s.importance_ratio(logprob, old, level="entropy_group", groups=groups), {
-        "plain PyTorch": lambda logprob: ratio_peers.espo_ratio(logprob, old, groups, GROUPS),
+    return lambda logprob, old, groups: d3s.importance_ratio(logprob, old, level=level, groups=groups), {
+        "plain PyTorch": lambda logprob, old, groups: ratio_peers.espo_ratio(logprob, old, groups, GROUPS),
     }
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "entropy_group"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_forward(contest: Contest, tokens: Tokens, level: str) -> None:
-    ours, peers = ratios(tokens, level)
+    ours, rivals = ratios(level)
+    forward(contest, tokens, level, ours, rivals)
 
-    def of_completions(ratio: Ratio) -> Ratio:  # outside the mask peers differ from ours
-        return lambda logprob: torch.where(tokens.present, ratio(logprob), 1.0)
 
-    for name, peer in peers.items():
-        close(1e-5)(name, of_completions(ours)(tokens.logprob), of_completions(peer)(tokens.logprob))
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_and_backward(contest: Contest, tokens: Tokens, level: str) -> None:
+    ours, rivals = ratios(level)
+    rivals.pop(ONE_EACH, None)
+    forward_and_backward(contest, tokens, level, ours, rivals)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled(contest: Contest, tokens: Tokens, level: str) -> None:
+    """The peers' formulas as torch.compile fuses them, in contests of their own, since compiling takes seconds."""
+    if contest.sizes == SHORT and level != "sequence":
+        pytest.skip("on a CPU, a short run compiles for one level alone")
+    ours, rivals = ratios(level)
+    fused = {f"{name}, compiled": peers.compiled(formula) for name, formula in rivals.items() if name != ONE_EACH}
+    contest.name_ends = ", beside torch.compile"
+    forward(contest, tokens, level, ours, fused)
+    forward_and_backward(contest, tokens, level, ours, fused)
+
+
+def forward(contest: Contest, tokens: Tokens, level: str, ours: Ratio, rivals: dict[str, Ratio | None]) -> None:
+    given = tokens.logprob, tokens.old, *tokens.others(level)
+    source = source_of(FORWARD_BYTES[level] * tokens.logprob.numel())
+
+    def of(ratio: Ratio) -> Ratio:
+        return lambda _, *given: ratio(*given)
+
     contest(
         f"importance_ratio, {level}",
         tokens.size,
-        ours,
-        inputs=(tokens.logprob,),
-        peers=peers,
+        of(ours),
+        inputs=copied(source, *given, touched=min(source.nbytes, 2 * tokens.logprob.nbytes)),
+        peers={name: rival and of(rival) for name, rival in rivals.items()},
         yardsticks={
-            "copy": copy_of(FORWARD_BYTES[level] * tokens.logprob.numel()),
-            **({"mask.bool()": lambda _: tokens.mask.bool()} if level == "sequence" else {}),
+            "copy": copy,
+            **({"mask.bool()": of(lambda logprob, old, present, mask: mask.bool())} if level == "sequence" else {}),
         },
+        agree=close_in_completions(tokens.present, 1e-5),
     )
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "entropy_group"])
-def test_forward_and_backward(contest: Contest, tokens: Tokens, level: str) -> None:
-    ours, peers = ratios(tokens, level)
+def forward_and_backward(
+    contest: Contest, tokens: Tokens, level: str, ours: Ratio, rivals: dict[str, Ratio | None]
+) -> None:
     leaf = tokens.logprob.clone().requires_grad_()
-    cotangent = tokens.entropy * tokens.mask
+    given = leaf, tokens.old, *tokens.others(level)
+    source, cotangent = source_of(GRADIENT_BYTES[level] * leaf.numel()), tokens.entropy * tokens.mask
 
-    def with_gradient(ratio: Ratio) -> Callable[[], Tensor]:
-        return lambda: torch.autograd.grad(ratio(leaf), leaf, cotangent)[0]
+    def with_gradient(ratio: Ratio) -> Ratio:
+        return lambda _, cotangent, leaf, *given: torch.autograd.grad(ratio(leaf, *given), leaf, cotangent)[0]
 
     contest(
         f"importance_ratio with its gradient, {level}",
         tokens.size,
         with_gradient(ours),
-        peers={name: with_gradient(peer) for name, peer in peers.items() if name != ONE_EACH},
-        yardsticks={"copy": copy_of(GRADIENT_BYTES[level] * tokens.logprob.numel())},
+        inputs=copied(source, cotangent, *given, touched=min(source.nbytes, 3 * leaf.nbytes)),
+        peers={name: rival and with_gradient(rival) for name, rival in rivals.items()},
+        yardsticks={"copy": copy},
         agree=close(1e-4),
     )
 
 
-def copy_of(moved: int) -> Callable[..., Tensor]:
-    """A copy that moves this number of bytes, into memory from the same allocator."""
-    source = inputs.entropies(1, moved // 8)
-    return lambda *_: torch.empty_like(source).copy_(source)
+def source_of(moved: int) -> Tensor:
+    """What a copy reads that moves this number of bytes."""
+    return inputs.entropies(1, moved // 8)
+
+
+def copy(source: Tensor, *_: Tensor) -> Tensor:
+    """Into memory from the same allocator."""
+    return torch.empty_like(source).copy_(source)
+
+
+def close_in_completions(present: Tensor, tolerance: float) -> Agree:
+    """Outside the mask peers differ from ours."""
+
+    def agree(name: str, ours: Tensor, theirs: Tensor) -> None:
+        close(tolerance)(name, ours.where(present, 1.0), theirs.where(present, 1.0))
+
+    return agree
 
 
 def test_entropy_groups(contest: Contest, tokens: Tokens) -> None:
+    given = tokens.entropy, tokens.present, tokens.mask
     contest(
         "entropy_groups",
         tokens.size,
-        lambda entropy: d3s.entropy_groups(entropy, tokens.present, (QUANTILE,)) == 1,
-        inputs=(tokens.entropy,),
-        peers={"nanquantile": lambda entropy: ratio_peers.espo_groups(entropy, tokens.mask, QUANTILE) == 1},
+        lambda entropy, present, _: d3s.entropy_groups(entropy, present, (QUANTILE,)) == 1,
+        inputs=copied(*given, touched=tokens.entropy.nbytes + tokens.present.nbytes),
+        peers={"nanquantile": lambda entropy, _, mask: ratio_peers.espo_groups(entropy, mask, QUANTILE) == 1},
         agree=same_kept(0.01),
     )
 
 
 def test_adaptive_clip(contest: Contest, tokens: Tokens) -> None:
-    groups = tokens.groups
     contest(
         "adaptive_clip",
         tokens.size,
-        lambda entropy: d3s.adaptive_clip(entropy, groups, vocab_size=VOCABULARY),
-        inputs=(tokens.entropy,),
-        peers={"plain PyTorch": lambda entropy: ratio_peers.espo_clip(entropy, groups, GROUPS, VOCABULARY)},
+        lambda entropy, groups: d3s.adaptive_clip(entropy, groups, vocab_size=VOCABULARY),
+        inputs=(tokens.entropy, tokens.groups),
+        peers={"plain PyTorch": lambda entropy, groups: ratio_peers.espo_clip(entropy, groups, GROUPS, VOCABULARY)},
         agree=close(1e-6),
     )

@@ -1,6 +1,7 @@
 """logprob_entropy over the tokens that were kept when a token was sampled, with spans as engines return them."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 
 from . import inputs, peers
-from .clock import Work
+from .clock import Inputs, Work
 from .harness import Contest, close, close_gradient, describe
 from .sizes import Sizes
 
@@ -33,21 +34,36 @@ def ours(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
     return d3s.logprob_entropy(logits, kept.labels, sampling_mask=kept.mask, max_dense_rows=0)
 
 
+def in_turn(kept: inputs.Kept, vocabulary: int, itemsize: int) -> Inputs:
+    """Other kept tokens in each call. The logits of the same ones, few as they are, would stay in a GPU's cache."""
+    step = 149  # tokens from each set to the next, so that a span's own tokens are not those of the next set
+    new = 0.7  # a set's share of logits that no other set has; long spans have some in common
+
+    @cache  # the sets are the same for all contenders
+    def further(place: int) -> tuple[inputs.Kept]:
+        return (kept.moved(place * step, vocabulary),)
+
+    _ = kept.padded
+    return Inputs((kept,), int(new * kept.sectors(vocabulary, itemsize) * inputs.SECTOR), further)
+
+
 def test_forward(contest: Contest, logits, kept, size) -> None:
     contest(
         "logprob_entropy forward, with a sampling mask",
         size,
-        lambda: ours(logits, kept),
+        lambda kept: ours(logits, kept),
+        inputs=in_turn(kept, logits.shape[-1], logits.itemsize),
         peers={
-            "-inf, then the dense op": lambda: peers.filled(logits, kept),
-            "gather in PyTorch": lambda: peers.gathered(logits, kept),
+            "-inf, then the dense op": lambda kept: peers.filled(logits, kept),
+            "gather in PyTorch": lambda kept: peers.gathered(logits, kept),
         },
-        yardsticks={"all tokens": lambda: d3s.logprob_entropy(logits, kept.labels)},
+        yardsticks={"all tokens": lambda kept: d3s.logprob_entropy(logits, kept.labels)},
         agree=close(1e-3),
     )
 
 
 def test_forward_and_backward(contest: Contest, logits, kept, size) -> None:
+    """With the same kept tokens in each call: the dense gradient alone is larger than any cache."""
     gradients = inputs.advantages(*kept.labels.shape), inputs.entropies(*kept.labels.shape)
 
     def step(function: Callable[[Tensor, inputs.Kept], tuple[Tensor, Tensor]]) -> Work:

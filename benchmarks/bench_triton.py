@@ -11,10 +11,11 @@ import d3s_kernels as d3s
 from d3s_kernels._dispatch import backends
 
 from . import inputs
+from .bench_logprob_entropy import half_a_copy
 from .clock import Work
 from .harness import Contest, close, close_gradient, describe
 from .sizes import Sizes
-from .targets import CUDA_LIBRARY, in_triton
+from .targets import CUDA_LIBRARY, HALF_A_COPY, in_triton
 
 FEW_ROWS = 32
 RATIO = 0.1
@@ -33,7 +34,7 @@ def test_forward(contest: Contest, sizes: Sizes) -> None:
         describe(*logits.shape, dtype=logits.dtype),
         lambda: TRITON["logprob_entropy"](logits, labels)[:2],
         peers={CUDA_LIBRARY: lambda: d3s.logprob_entropy(logits, labels)},
-        yardsticks={"read": lambda: as_floats.sum()},
+        yardsticks={"read": lambda: as_floats.sum(), HALF_A_COPY: half_a_copy(logits)},
         agree=close(2e-5),
     )
 

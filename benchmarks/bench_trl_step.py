@@ -5,9 +5,10 @@ import pytest
 from . import inputs, trl_peers
 from .harness import Contest
 from .sizes import Sizes, rollouts
-from .targets import STEP_CONTEST
+from .targets import COMPUTED_FROM, FULL_COMPLETIONS, LAYERS, RECORDED, SEVEN_BILLION, SMALL_MODEL, STEP_CONTEST
 
-SHAPES = ["0.5B", "7B, 2 of its layers"] if inputs.contests_of == "cuda" else ["small"]
+SHAPES = ["0.5B", *(f"{SEVEN_BILLION}, {few} of {LAYERS} layers" for few in COMPUTED_FROM)]
+BY_DEVICE = SHAPES if inputs.contests_of == "cuda" else [SMALL_MODEL]
 
 
 @pytest.fixture(autouse=True)
@@ -20,45 +21,46 @@ def trls_trainer() -> None:
 @pytest.fixture
 def model(shape: str) -> str:
     """The shape of the model. A rehearsal runs a GPU's contests, but with the CPU's model."""
-    return "small" if inputs.device.type == "cpu" else shape
+    return SMALL_MODEL if inputs.device.type == "cpu" else shape
 
 
-def of(what: str, shape: str) -> str:
-    return what if shape == "small" else f"{what}, {shape}"
+@pytest.mark.parametrize("shape", BY_DEVICE)
+@pytest.mark.parametrize("lengths", [RECORDED, FULL_COMPLETIONS])
+def test_update(contest: Contest, sizes: Sizes, lengths: str, shape: str, model: str) -> None:
+    from .trl_step import GRPO, GRPO_OUR_HEAD, OURS, OURS_PASS, OURS_ROLLOUTS, Update
 
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_update(contest: Contest, sizes: Sizes, shape: str, model: str) -> None:
-    from .trl_step import GRPO, GRPO_OUR_HEAD, OURS, OURS_PASS, update
+    def of(name: str) -> Update:
+        return Update(name, sizes, model, full=lengths == FULL_COMPLETIONS)
 
     contest(
-        of(STEP_CONTEST, shape),
+        f"{STEP_CONTEST}, {lengths}, {shape}",
         rollouts(sizes),
-        update(OURS, sizes, model),
-        peers={GRPO: update(GRPO, sizes, model)},
-        yardsticks={name: update(name, sizes, model) for name in (GRPO_OUR_HEAD, OURS_PASS)},
+        of(OURS),
+        peers={GRPO: of(GRPO)},
+        yardsticks={name: of(name) for name in (GRPO_OUR_HEAD, OURS_ROLLOUTS, OURS_PASS)},
+        with_range=True,
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", BY_DEVICE[:1])
 def test_known_tokens(contest: Contest, sizes: Sizes, shape: str, model: str) -> None:
-    from .trl_step import known_update
+    from .trl_step import KnownUpdate
 
     contest(
-        of("TRL's update, 10% of the tokens known before, of what they need", shape),
+        f"TRL's update, 10% of the tokens chosen before it, {RECORDED}, {shape}",
         rollouts(sizes),
-        known_update(sizes, model, cut=True),
-        yardsticks={"all tokens forwarded": known_update(sizes, model, cut=False)},
+        KnownUpdate(sizes, model, cut=True),
+        yardsticks={"all tokens forwarded": KnownUpdate(sizes, model, cut=False)},
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", BY_DEVICE[:1])
 def test_useless_rollouts(contest: Contest, sizes: Sizes, shape: str, model: str) -> None:
-    from .trl_step import entropy_pass
+    from .trl_step import EntropyPass
 
     contest(
-        of("entropy pass, half of the rollouts without advantage", shape),
+        f"entropy pass, of the rollouts with an advantage, {RECORDED}, {shape}",
         rollouts(sizes),
-        entropy_pass(sizes, model, useful=0.5),
-        yardsticks={"all with one": entropy_pass(sizes, model, useful=1)},
+        EntropyPass(sizes, model, every=False),
+        yardsticks={"of all": EntropyPass(sizes, model, every=True)},
     )

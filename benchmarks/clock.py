@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,6 +14,33 @@ Work = Callable[[], Any]
 ONE_CALL = "one call"  # timed once; this time counts in every round
 NOT_RECORDED = "events, since it waits"  # not replayed as a graph, because it waits for the GPU
 SECONDS_PER_TURN = 0.01  # faster contenders are called several times a turn; short turns are seldom disturbed
+
+
+class Inputs(NamedTuple):
+    """What every contender is called with. A GPU's clock calls with further arguments in turn, so that what a call
+    touches is no longer in the cache when its arguments come again.
+    """
+
+    arguments: tuple[Any, ...] = ()
+    touched: int = 0  # bytes of the arguments that each contender touches at least
+    further: Callable[[int], tuple[Any, ...]] | None = None  # the i-th arguments, from 1
+
+
+def copied(*tensors: Tensor, touched: int | None = None) -> Inputs:
+    """Tensors, of which a GPU's clock makes copies. `touched` is given where a contender does not touch all of them."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    every = sum(tensor.nbytes for tensor in tensors)
+    return Inputs(tensors, every if touched is None else touched, lambda _: tuple(map(copy, tensors)))
+
+
+class Reading(NamedTuple):
+    """A GPU's clock and power during a turn."""
+
+    megahertz: float  # of the multiprocessors
+    watts: float | None
 
 
 @dataclass(frozen=True)
@@ -56,14 +83,17 @@ class Ready:
 
 
 class Clock(Protocol):
-    def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
-        """The work, applied to these tensors."""
+    def bind(self, work: Callable[..., Any], inputs: Inputs) -> Work:
+        """The work, applied to these inputs."""
 
     def ready(self, work: Work) -> Ready:
         """Warms the work up, untimed: compilers run and caches fill here. Chooses the calls per turn."""
 
     def time(self, work: Work, calls: int) -> float:
         """The total seconds of this number of calls."""
+
+    def reading(self) -> Reading | None:
+        """The GPU's clock and power while it was last timed; None on a CPU, and where they cannot be read."""
 
     def peak_bytes(self, work: Work) -> int | None:
         """The peak memory of a call beyond what was allocated before; None if the process cannot measure it."""
@@ -73,8 +103,8 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
-        return partial(work, *tensors) if tensors else work
+    def bind(self, work: Callable[..., Any], inputs: Inputs) -> Work:
+        return partial(work, *inputs.arguments) if inputs.arguments else work
 
     def ready(self, work: Work) -> Ready:
         return Ready(work, self.calls_per_turn(work), ONE_CALL if isinstance(work, Once) else "host")
@@ -100,6 +130,9 @@ class CpuClock:
         for _ in repeat:
             work()
         return perf_counter() - start
+
+    def reading(self) -> Reading | None:
+        return None
 
     def peak_bytes(self, work: Work) -> int | None:
         return None  # benchmarks/memory.py measures it, in a separate process per contender

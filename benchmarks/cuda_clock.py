@@ -2,7 +2,7 @@
 
 A GPU works asynchronously, and its cache holds the data that it read last. So the GPU first executes a pause while
 Python queues the calls (else the measured time would include waiting for Python). Small inputs are copied until the
-copies together are larger than the cache.
+copies together are larger than the cache. While the GPU does the calls, its clock and power are read.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .clock import NOT_RECORDED, CpuClock, Prepared, Ready, Work
+from .clock import NOT_RECORDED, CpuClock, Inputs, Prepared, Reading, Ready, Work
+from .nvml import Gauge, gauge_of
 
 TURN = 0.005  # seconds; a turn has several calls if one call takes less
 # In seconds. Calls below the first limit are timed without the gaps between their launches, as graphs. So are calls
@@ -25,22 +25,22 @@ TURN = 0.005  # seconds; a turn has several calls if one call takes less
 # longer in a graph (on an H100: 2.04 ms, not 1.65).
 REPLAY_BELOW, HOST_BOUND_BELOW = 1e-3, 5e-3
 PAUSE = 2_000_000  # cycles, about a millisecond, in which Python queues calls
-MOST_COPIES = 512
+MOST_COPIES = 1024
 MOST_CALLS_IN_GRAPH = 512
 MOST_CALLS_QUEUED = 200  # fewer launches than the driver's queue holds; a full queue makes the caller wait
 
 
 class Rotating:
-    """The same work on copies of its inputs in turn. Together they have twice the size of the cache, so the next copy
-    is never in it.
+    """The same work on its inputs and on further ones in turn. What it touches of them together has twice the size of
+    the cache, so the next are never in it.
     """
 
-    def __init__(self, work: Callable[..., Any], tensors: tuple[Tensor, ...], cache_bytes: int) -> None:
-        wanted = math.ceil(2 * cache_bytes / max(1, sum(tensor.nbytes for tensor in tensors)))
+    def __init__(self, work: Callable[..., Any], inputs: Inputs, cache_bytes: int) -> None:
+        wanted = math.ceil(2 * cache_bytes / max(1, inputs.touched)) if inputs.further else 1
         self.work = work
         self.count = min(MOST_COPIES, max(1, wanted))
-        copies = [tensors] + [tuple(tensor.clone() for tensor in tensors) for _ in range(self.count - 1)]
-        self.next = itertools.cycle(copies).__next__
+        every = [inputs.arguments, *(inputs.further(place) for place in range(1, self.count))]
+        self.next = itertools.cycle(every).__next__
 
     def __call__(self) -> Any:
         return self.work(*self.next())
@@ -91,10 +91,12 @@ def end_recording(pool: Any) -> None:
 class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self.gauge = gauge_of(device)
+        self.read: Reading | None = None
         gc.freeze()  # torch collects garbage before every recording; this excludes all imported objects
 
-    def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
-        return Rotating(work, tensors, self.cache_bytes) if tensors else work
+    def bind(self, work: Callable[..., Any], inputs: Inputs) -> Work:
+        return Rotating(work, inputs, self.cache_bytes) if inputs.arguments else work
 
     def ready(self, work: Work) -> Ready:
         work()
@@ -137,7 +139,11 @@ class CudaClock:
 
         elif isinstance(work, Replay):
             times = calls // work.calls
-        return elapsed(call, times)
+        seconds, self.read = elapsed(call, times, self.gauge)
+        return seconds
+
+    def reading(self) -> Reading | None:
+        return self.read
 
     def peak_bytes(self, work: Work) -> int | None:
         made = work.prepare() if isinstance(work, Prepared) else None
@@ -168,16 +174,17 @@ class CallerClock(CpuClock):
         return seconds
 
 
-def elapsed(call: Work, times: int) -> float:
-    """The seconds that these calls take on the GPU."""
+def elapsed(call: Work, times: int, gauge: Gauge | None = None) -> tuple[float, Reading | None]:
+    """The seconds that these calls take on the GPU, and the gauge's reading meanwhile."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(PAUSE)
     start.record()
     for _ in range(times):
         call()
-    end.record()
+    end.record()  # Python is ahead of the GPU, so that reading takes none of the GPU's time
+    read = gauge and gauge.between(start, end)
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return start.elapsed_time(end) / 1e3, read
 
 
 def host_seconds(work: Work) -> float:

@@ -3,21 +3,24 @@
 The speed of a machine varies over time. So the contenders of a contest take turns, round after round, and what
 disturbs the machine disturbs all of them. judging.py compares them.
 
+A GPU that draws much power lowers its clock. A round in which a contender's clock differs from ours is taken again.
+
 A contest that is out of time keeps the rounds that it has. A peer that cannot run is left out, and the log says why.
 """
 
 import gc
 import signal
-from collections.abc import Callable, Container
-from time import perf_counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .clock import Clock, CpuClock, Ready, Work
+from .clock import Clock, CpuClock, Inputs, Reading, Ready, Work, copied
 from .sizes import Sizes
-from .timing import Contenders, Timing
+from .timing import Contenders, Timing, same_clock
 
 OURS = "d3s_kernels"
 Agree = Callable[[str, Any, Any], None]
@@ -25,6 +28,7 @@ Record = Callable[[str, Contenders, dict[str, str]], None]
 
 FEWEST_ROUNDS = 3
 LONGEST = 100.0  # seconds after which a contest needs no further rounds
+REST = 0.02  # seconds before each turn once clocks have differed, so that each turn begins with the same power to spend
 POISONED = 70  # the exit status of a process in which CUDA no longer works
 
 
@@ -89,18 +93,21 @@ class Contest:
         size: str,
         ours: Callable[..., Any] | None = None,
         *,
-        inputs: tuple[Tensor, ...] = (),
+        inputs: tuple[Tensor, ...] | Inputs = (),
         peers: dict[str, Callable[..., Any] | None] | None = None,
         yardsticks: dict[str, Callable[..., Any] | None] | None = None,
         agree: Agree | None = None,
         of_caller: bool = False,
+        with_range: bool = False,
     ) -> None:
         """Times `ours`, `peers` and `yardsticks`. `agree` compares the peers' results with ours; yardsticks do other
         work.
 
         A peer is None if it is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
-        copy them. `of_caller` measures the time until a call returns.
+        copy them, as `Inputs` say. `of_caller` measures the time until a call returns. `with_range` asks for as many
+        rounds as a range needs, also without a bound.
         """
+        passed = inputs if isinstance(inputs, Inputs) else copied(*inputs)
         group += self.name_ends
         clock = self.caller_clock if of_caller else self.clock
         self.limit(self.seconds)
@@ -128,7 +135,7 @@ class Contest:
                     self.limit(self.seconds and self.seconds / 2)
 
         def bind(name: str) -> None:
-            works[name] = clock.bind(wanted[name], inputs)
+            works[name] = clock.bind(wanted[name], passed)
 
         def call(name: str) -> None:
             results[name] = works[name]()
@@ -149,7 +156,7 @@ class Contest:
             results.clear()
         for name in [name for name in works if name not in missing | wrong]:
             attempt(warm_up, name)
-        rounds = self.sizes.rounds if group in self.judged else FEWEST_ROUNDS
+        rounds = self.sizes.rounds if with_range or group in self.judged else FEWEST_ROUNDS
         turns = take_turns(ready, clock, self.sizes.seconds, rounds, self.sizes.most_rounds, self.look)
         self.limit(None)  # nothing may interrupt the recording of the results
         order = {name: ready[name] for name in (OURS, *(peers or {}), *(yardsticks or {})) if name in ready}
@@ -160,9 +167,13 @@ class Contest:
                     role=roles[name],
                     size=size,
                     calls_per_round=how.calls,
-                    seconds=turns[name],
+                    seconds=turns.seconds[name],
                     timed_by=how.timed_by,
                     peak_bytes=clock.peak_bytes(works[name]),
+                    megahertz=known([read and read.megahertz for read in turns.readings[name]]),
+                    watts=known([read and read.watts for read in turns.readings[name]]),
+                    rounds_taken_again=turns.taken_again,
+                    did=getattr(wanted[name], "did", ""),
                 )
                 for name, how in order.items()
             },
@@ -172,6 +183,19 @@ class Contest:
         assert not failed, f"{group}: {failed}"
 
 
+@dataclass(frozen=True)
+class Turns:
+    seconds: dict[str, list[float]]  # per call of each contender, round by round
+    readings: dict[str, list[Reading | None]]
+    taken_again: int  # rounds that do not count
+
+
+def known(values: list[float | None]) -> list[float] | None:
+    """None if one of them is not known, or if there are none."""
+    found = [value for value in values if value is not None]
+    return found if found and len(found) == len(values) else None
+
+
 def take_turns(
     ready: dict[str, Ready],
     clock: Clock,
@@ -179,16 +203,26 @@ def take_turns(
     fewest_rounds: int,
     most_rounds: int,
     look: Callable[[], None] | None = None,
-) -> dict[str, list[float]]:
-    """The seconds per call of each contender in each round: `fewest_rounds` rounds, unless they take too long, and then
-    more rounds until the seconds are over.
+) -> Turns:
+    """`fewest_rounds` rounds, unless they take too long, and then more rounds until the seconds are over.
+
+    A round in which clocks differed is taken again, but at most `fewest_rounds` of them. Later ones count as they are:
+    some contenders draw so much power that no clock is the same for all. The log has every clock.
     """
-    turns: dict[str, list[float]] = {name: [] for name in ready}
+    seconds_of: dict[str, list[float]] = {name: [] for name in ready}
+    readings: dict[str, list[Reading | None]] = {name: [] for name in ready}
+    taken_again = 0
     look = look or (lambda: None)
     names = list(ready)
+    first = OURS if OURS in ready else next(iter(ready), "")
 
     def allowed(rounds: int) -> float:
         return LONGEST if rounds < fewest_rounds else seconds
+
+    def turn(name: str) -> tuple[float, Reading | None]:
+        if taken_again:
+            sleep(REST)
+        return clock.time(ready[name].work, ready[name].calls) / ready[name].calls, clock.reading()
 
     collects = gc.isenabled()
     gc.collect()
@@ -197,10 +231,15 @@ def take_turns(
         look()
         start, rounds = perf_counter(), 0
         while rounds < FEWEST_ROUNDS or (rounds < most_rounds and perf_counter() - start < allowed(rounds)):
-            times = {name: clock.time(ready[name].work, ready[name].calls) / ready[name].calls for name in names}
+            times = {name: turn(name) for name in names}
             look()
-            for name, one in times.items():
-                turns[name].append(one)
+            reads = {name: read for name, (_, read) in times.items()}
+            if taken_again < fewest_rounds and clocks_differ(reads.get(first), reads.values()):
+                taken_again += 1
+                continue
+            for name, (one, read) in times.items():
+                seconds_of[name].append(one)
+                readings[name].append(read)
             names.reverse()  # so that the order gives no contender an advantage
             rounds += 1
     except OutOfTime:
@@ -209,7 +248,11 @@ def take_turns(
     finally:
         if collects:
             gc.enable()
-    return turns
+    return Turns(seconds_of, readings, taken_again)
+
+
+def clocks_differ(ours: Reading | None, every: Iterable[Reading | None]) -> bool:
+    return any(ours and read and not same_clock(read.megahertz, ours.megahertz) for read in every)
 
 
 def close(tolerance: float, **by_name: float) -> Agree:

@@ -10,6 +10,7 @@ from d3s_kernels import SamplingMask
 from .sizes import Sizes
 
 device = torch.device("cpu")  # of all inputs; conftest.py sets it before the first is made
+SECTOR = 32  # bytes of a GPU's memory that are read together
 contests_of = "cpu"  # the device whose contests run; a rehearsal runs a GPU's on the CPU
 
 
@@ -48,6 +49,18 @@ class Kept:
         padded = torch.full((len(lengths), int(lengths.max())), -1, device=row.device)
         padded[row, place] = self.mask.token_ids.long()
         return padded.view(*self.labels.shape, -1)
+
+    def moved(self, by: int, vocabulary: int) -> "Kept":
+        """Other tokens, and as many in each span."""
+        ids = (self.mask.token_ids + by) % vocabulary
+        other = Kept(SamplingMask(ids, self.mask.offsets), (self.labels + by) % vocabulary)
+        _ = other.padded  # it waits for the GPU, which must not happen in a call that is timed
+        return other
+
+    def sectors(self, vocabulary: int, itemsize: int) -> int:
+        """How many sectors of a GPU's memory have the kept tokens' logits of this size."""
+        row = torch.repeat_interleave(self.mask.offsets.diff())
+        return ((row * vocabulary + self.mask.token_ids) * itemsize // SECTOR).unique().numel()
 
 
 @lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ a range. A target is met if both ends of the range meet it, missed if neither en
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from math import comb
 from statistics import median
 from typing import ClassVar, NamedTuple
@@ -14,7 +15,7 @@ from typing import ClassVar, NamedTuple
 from .clock import ONE_CALL
 from .harness import OURS
 from .quiet import OFF
-from .timing import Contenders, Timing
+from .timing import Contenders, Timing, at_another_clock
 
 CONFIDENCE = 0.95
 PARTS, OF_A_PART = 3, 3  # the number of parts of the rounds, and the fewest rounds of a part
@@ -36,7 +37,6 @@ class Ratio(NamedTuple):
 class Rule:
     name: str
     time: str  # which of a contender's times decides: `fastest` or `median`
-    said: str
     ends: Callable[[list[float], list[float]], Interval | None]
 
     def of(self, timing: Timing) -> float:
@@ -47,11 +47,19 @@ class Rule:
         value = usual if self.time == "median" else min(above) / min(below)
         return Ratio(value, self.ends(above, below), usual)
 
-    def of_contenders(self, contenders: Contenders, above: str, below: str) -> Ratio:
+    def of_contenders(self, contenders: Contenders, above: str, below: str, *, same_clock: bool = False) -> Ratio:
         """The ratio of two contenders. If a contender was timed only once, its rounds do not show how far this time is
         off. It is assumed to be off by as much as the machine's speed may be, and the range becomes wider by that much.
+
+        With `same_clock`, only the rounds count in which the two had the same clock. If there is none, all rounds give
+        the ratio, and it has no range, so that it decides nothing.
         """
-        found = self.ratio(contenders[above].seconds, contenders[below].seconds)
+        one, other = contenders[above], contenders[below]
+        apart = at_another_clock(one, other) if same_clock else [False] * len(one.seconds)
+        counts = [not differs or all(apart) for differs in apart]
+        found = self.ratio(list(compress(one.seconds, counts)), list(compress(other.seconds, counts)))
+        if all(apart):
+            found = found._replace(interval=None)
         if found.interval and ONE_CALL in (contenders[above].timed_by, contenders[below].timed_by):
             low, high = found.interval
             found = found._replace(interval=(low * (1 - OFF), high / (1 - OFF)))
@@ -89,20 +97,8 @@ def interval(values: list[float]) -> Interval | None:
 
 
 RULES = {
-    "cpu": Rule(
-        "the fastest rounds",
-        "fastest",
-        "Times are those of the fastest round, and ratios are of fastest rounds, with their range over three parts of "
-        "the rounds; the medians stand beside them.",
-        range_of_parts,
-    ),
-    "cuda": Rule(
-        "the medians",
-        "median",
-        "Times are medians over the rounds, ratios the medians of the rounds' ratios, with their 95 % intervals; the "
-        "fastest rounds stand beside them.",
-        interval_of_ratios,
-    ),
+    "cpu": Rule("the fastest rounds", "fastest", range_of_parts),
+    "cuda": Rule("the medians", "median", interval_of_ratios),
 }
 
 
@@ -149,22 +145,26 @@ class Faster:
 
 @dataclass(frozen=True)
 class Within:
-    """Ours takes at most `times` of what `of` takes."""
+    """Ours takes at most `times` of what `of` takes; with `same_clock`, in the rounds in which both had the same clock
+    of a GPU.
+    """
 
     contest: str
     of: str
     times: float | None = None
+    same_clock: bool = False
     unit: ClassVar[str] = "x the time"
 
     @property
     def bound(self) -> str:
-        return f"<= {self.times:g}x the time" if self.times else ""
+        return f"<= {self.times:g}x the time{' at the same clock' * self.same_clock}" if self.times else ""
 
     def judge(self, contenders: Contenders, rule: Rule) -> Verdict | None:
         if self.of not in contenders:
             return None
         holds = (lambda value: value <= self.times) if self.times else None
-        return verdict(rule.of_contenders(contenders, OURS, self.of), rule.name, self.of, holds)
+        found = rule.of_contenders(contenders, OURS, self.of, same_clock=self.same_clock)
+        return verdict(found, rule.name, self.of, holds)
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,16 @@ class Under:
 
 @dataclass(frozen=True)
 class ShareOf:
-    """Ours reaches at least this percentage of the bandwidth of `of`, which moves the same bytes."""
+    """Ours reaches at least this percentage of the bandwidth of the fastest of `than`, which move the same bytes.
+
+    The fastest is the one with the best time over all rounds. The better of each round would be a choice of what was
+    disturbed least there, which makes it faster than any of them is.
+    """
 
     contest: str
-    of: str
+    than: tuple[str, ...]
     percent: float
+    moves: int = 1  # times that as many bytes as the size says are moved
     unit: ClassVar[str] = "% of the bandwidth"
 
     @property
@@ -199,10 +204,12 @@ class ShareOf:
         return f">= {self.percent:g}%"
 
     def judge(self, contenders: Contenders, rule: Rule) -> Verdict | None:
-        if self.of not in contenders:
+        present = [name for name in self.than if name in contenders]
+        if not present:
             return None
-        share = rule.of_contenders(contenders, self.of, OURS).times(100)
-        return verdict(share, rule.name, self.of, lambda value: value >= self.percent)
+        rival = min(present, key=lambda name: rule.of(contenders[name]))
+        share = rule.of_contenders(contenders, rival, OURS).times(100)
+        return verdict(share, rule.name, rival, lambda value: value >= self.percent)
 
 
 Target = Faster | Within | Under | ShareOf

@@ -16,6 +16,7 @@ import torch
 
 from . import inputs
 from .sizes import FULL, SHORT, Sizes
+from .targets import SMALL_MODEL
 from .timing import Contenders
 
 Work = Callable[[], Any]
@@ -51,9 +52,9 @@ def plain(sizes: Sizes) -> Work:
 
 def step(name: str) -> Callable[[Sizes], Work]:
     def prepared(sizes: Sizes) -> Work:
-        from .trl_step import update
+        from .trl_step import Update
 
-        work = update(name, sizes)
+        work = Update(name, sizes, SMALL_MODEL, full=True)
         work()
         return work
 

@@ -3,14 +3,15 @@
     python -m benchmarks.off_policy_update
     python -m benchmarks.off_policy_update --device cuda --shape 0.5B --rollouts 32 --completion 1024
 
-Both trainers keep all rollouts and tokens, and share one model and one batch. In this batch, vLLM's ratio is 0 for a
-share of the tokens, or of the sequences. TRL computes these tokens and multiplies their loss by 0; ours leaves them
-out.
+Both trainers keep all rollouts and tokens, and share one model and one batch with recorded lengths. In this batch,
+vLLM's ratio is 0 for a share of the tokens, or of the sequences. TRL computes these tokens and multiplies their loss by
+0; ours leaves them out.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable
 from time import perf_counter
@@ -21,23 +22,30 @@ import trl
 from torch import Tensor
 
 from . import inputs, machine
+from .recorded import entropy_of
 from .sizes import Sizes
+from .targets import SMALL_MODEL
 from .trl_step import GRPO, OURS_PASS, SHAPES, generation_batch, trainer_of
 
 
 def updates(sizes: Sizes, model: str, dropped: float, of_sequences: bool) -> dict[str, Callable[[], Tensor]]:
     """Both updates; ours includes the choice of tokens before it. Each returns the gradient of the LM head."""
-    batch: dict[str, Any] = generation_batch(sizes)
+    batch: dict[str, Any] = generation_batch(sizes, model)
     generator = torch.Generator().manual_seed(2)
-    shape = (sizes.rollouts, 1) if of_sequences else batch["completion_ids"].shape
+    shape_of_tokens = batch["completion_ids"].shape
+    shape = (sizes.rollouts, 1) if of_sequences else shape_of_tokens
     order = torch.rand(shape, generator=generator).flatten().argsort()
     batch["importance_sampling_ratio"] = (order >= round(dropped * len(order))).float().view(shape).to(inputs.device)
+    batch["advantages"] = inputs.advantages(sizes.rollouts)  # none of them 0: only what is off-policy is left out
+    vocabulary = SHAPES[model].vocabulary or sizes.vocabulary
     # close to the log-probabilities of a model with random weights
-    batch["old_per_token_logps"] = torch.full(batch["completion_ids"].shape, -12.0, device=inputs.device)
-    batch["d3s_entropy"] = torch.ones_like(batch["old_per_token_logps"])  # as from the same pass
+    batch["old_per_token_logps"] = torch.full(shape_of_tokens, -math.log(vocabulary), device=inputs.device)
+    batch["d3s_entropy"] = entropy_of(batch["completion_ids"])  # as from the same pass
     found = {}
     for name in (GRPO, OURS_PASS):
-        trainer = trainer_of(name, sizes, model, token_ratio_start=1.0, token_ratio_end=1.0)
+        trainer = trainer_of(
+            name, sizes, model, rollouts_start=1.0, rollouts_end=1.0, token_ratio_start=1.0, token_ratio_end=1.0
+        )
         trainer.use_vllm = True  # what makes TRL read the ratios
 
         def run(trainer: Any = trainer, ours: bool = name != GRPO) -> Tensor:
@@ -81,7 +89,7 @@ def main() -> None:
     for option, default in {"rollouts": 8, "completion": 64, "vocabulary": 151_936, "rounds": 15}.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", default="small", choices=SHAPES)
+    parser.add_argument("--shape", default=SMALL_MODEL, choices=SHAPES)
     parser.add_argument("--dropped", type=float, nargs="+", default=[0.0, 0.2, 0.5])
     given = parser.parse_args()
     inputs.device = torch.device(given.device)

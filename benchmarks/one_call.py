@@ -15,6 +15,7 @@ import d3s_kernels as d3s
 
 from . import inputs
 from .sizes import Sizes, sizes_for
+from .targets import SMALL_MODEL
 
 WARM_UP, MANY = 2, 20
 
@@ -101,17 +102,15 @@ def importance_ratio_groups(sizes: Sizes) -> Callable[[], Any]:
     return _ratio(sizes, groups=groups, level="entropy_group")
 
 
-def trl_update(sizes: Sizes) -> Callable[[], Any]:
-    """An update with half of the rollouts and a tenth of their tokens."""
+def trl_update(sizes: Sizes, name: str = "d3s_kernels") -> Callable[[], Any]:
+    """An update with half of the rollouts and a tenth of their tokens; all completions are full."""
     from . import trl_step
 
-    return trl_step.update(trl_step.OURS, sizes, "0.5B" if inputs.device.type == "cuda" else "small")
+    return trl_step.Update(name, sizes, "0.5B" if inputs.device.type == "cuda" else SMALL_MODEL, full=True)
 
 
 def grpo_update(sizes: Sizes) -> Callable[[], Any]:
-    from . import trl_step
-
-    return trl_step.update(trl_step.GRPO, sizes, "0.5B" if inputs.device.type == "cuda" else "small")
+    return trl_update(sizes, "GRPOTrainer")
 
 
 OPS = {

@@ -26,7 +26,8 @@ THEN: tuple[tuple[str, float], ...] = (
     ("bench_ratios.py::test_forward", 10),
     ("bench_sampling_masks_head.py::test_forward_and_backward", 15),
     ("bench_sampling_masks.py", 15),
-    ("bench_trl_step.py::test_update[0.5B]", 60),
+    ("bench_trl_step.py::test_update[recorded lengths-0.5B]", 60),
+    ("bench_trl_step.py::test_update[full completions-0.5B]", 60),
     ("bench_head.py::test_accumulated_gradients", 15),
     ("bench_head.py::test_every_gradient", 20),
     ("bench_topk_mask.py::test_ragged", 30),
@@ -42,7 +43,8 @@ THEN: tuple[tuple[str, float], ...] = (
 )
 LAST: tuple[tuple[str, float], ...] = (
     ("bench_sampling_masks_head.py::test_added_to_a_gradient", 15),
-    ("bench_head.py::test_verl", 30),
+    ("bench_head.py::test_verl", 60),
+    ("bench_ratios.py::test_compiled", 60),
     ("bench_logprob_entropy.py::test_compiled", 60),
     ("bench_trl_step.py", 60),
     ("bench_head.py::test_unsloth", 60),

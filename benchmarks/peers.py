@@ -130,6 +130,27 @@ def verl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
     return -loss, entropy
 
 
+@cache
+def verl_kernel() -> Callable | None:
+    """verl's head in Triton, `use_fused_kernels` with the backend `triton`; None where this machine lacks it."""
+    if inputs.device.type != "cuda" or not find_spec("verl"):
+        return None
+    module = trl_peers.imported_alone("verl.utils.kernel", "kernels", "linear_cross_entropy")  # it imports kernels late
+    return module and (lambda *tensors: module.linear_cross_entropy(*tensors, 1.0, "none"))
+
+
+TORCHS_HEAD = "torch's linear_cross_entropy, log-probability alone"
+
+
+def torchs_head(chunks: bool) -> Callable[..., tuple[Tensor]] | None:
+    """torch's LM head with a loss for each token, and no entropy; None before torch 2.13. By default it stores all
+    logits. In chunks it computes a few rows at a time.
+    """
+    head = getattr(F, "linear_cross_entropy", None)
+    options = torch.nn.LinearCrossEntropyOptions() if head and chunks else None
+    return head and (lambda hidden, weight, labels: (-head(hidden, weight, labels, reduction="none", options=options),))
+
+
 def unsloth() -> Callable | None:
     """Unsloth's head of GRPO; None where this machine lacks it. On a GPU it needs Unsloth itself, whose import changes
     TRL and transformers. On a CPU, bench_unsloth.py imports the part of it that needs no GPU.

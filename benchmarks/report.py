@@ -1,17 +1,20 @@
-"""One run as a table, a Markdown page, and plain data."""
+"""One run as a table in the terminal, in few characters, and as plain data, of which page.py makes a page."""
 
 import re
 from dataclasses import asdict, dataclass, replace
 from math import prod
+from statistics import median
 from typing import Any
 
+import torch
 from rich.table import Table
 from rich.text import Text
 
 from .clock import NOT_RECORDED, ONE_CALL
 from .harness import OURS
-from .judging import REPORTED, Faster, Ratio, Rule, Target, Verdict, Within, interval, verdict
-from .timing import Contenders, Log, Timing
+from .judging import REPORTED, Faster, Ratio, Rule, ShareOf, Target, Verdict, Within, interval, verdict
+from .page import SPECIFIED, duration
+from .timing import SAME_CLOCK, Contenders, Log, Timing, at_another_clock
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller peaks are not visible
 
@@ -40,6 +43,7 @@ def lines(
     *,
     short: bool = False,
     whole: bool = False,
+    gpu: str = "",
 ) -> list[Line]:
     """The targets in their order, then all other contests. A short run judges nothing: its inputs are too small.
 
@@ -49,7 +53,7 @@ def lines(
     others = [target for contest in contests if contest not in named for target in reported(contest, contests[contest])]
     held = [target for target in (*targets, *others) if whole or target.contest in contests]
     judged = [
-        judge(target, contests[target.contest], rule) if target.contest in contests else absent(target)
+        judge(target, contests[target.contest], rule, gpu) if target.contest in contests else absent(target)
         for target in held
     ]
     return [unbound(line) for line in judged] if short else judged
@@ -67,14 +71,15 @@ def reported(contest: str, contenders: Contenders) -> list[Target]:
     return [Faster(contest, peers)] * bool(peers) + [Within(contest, name) for name in yardsticks]
 
 
-def judge(target: Target, contenders: Contenders, rule: Rule) -> Line:
+def judge(target: Target, contenders: Contenders, rule: Rule, gpu: str = "") -> Line:
     judged = target.judge(contenders, rule)
+    share = share_of_specified(target, contenders[OURS], rule, gpu)
     return Line(
         what=target.contest,
         size=contenders[OURS].size,
         ours=times(contenders[OURS], rule),
         against=against(target, judged, contenders, rule),
-        value=f"{judged.value:.3g}{target.unit}{beside(judged, rule)}" if judged else "",
+        value=f"{judged.value:.3g}{target.unit}{beside(judged, rule)}{share}" if judged else "",
         bound=target.bound,
         verdict=judged,
     )
@@ -82,19 +87,30 @@ def judge(target: Target, contenders: Contenders, rule: Rule) -> Line:
 
 def against(target: Target, verdict: Verdict | None, contenders: Contenders, rule: Rule) -> str:
     if verdict is None:
-        return f"{' or '.join(target.than if isinstance(target, Faster) else [target.of])}: missing here"
+        return f"{' or '.join(target.than if isinstance(target, Faster | ShareOf) else [target.of])}: missing here"
     return f"{verdict.against}: {times(contenders[verdict.against], rule)}" if verdict.against else ""
+
+
+def share_of_specified(target: Target, ours: Timing, rule: Rule, gpu: str) -> str:
+    """The text after a share of the bandwidth that the same GPU reaches. That may exceed 100 %, and this cannot."""
+    rate = SPECIFIED.get(gpu)
+    if rate is None or not isinstance(target, ShareOf):
+        return ""
+    moved = target.moves * elements(ours.size) * getattr(torch, ours.size.split()[-1]).itemsize
+    return f"; {100 * moved / rule.of(ours) / rate:.3g}% of the specified bandwidth"
 
 
 OTHER = {"fastest": "median", "median": "fastest"}
 
 
 def times(timing: Timing, rule: Rule) -> str:
-    """The time that is judged, followed by the other time if it differs: `16.1 ms (median 16.5)`."""
+    """The time that is judged, followed by the other time if it differs, and by what was done in that time:
+    `16.1 ms (median 16.5)`.
+    """
     shown, other = duration(rule.of(timing)), duration(getattr(timing, OTHER[rule.time]))
-    if other == shown:
-        return shown
-    return f"{shown} ({OTHER[rule.time]} {other.removesuffix(shown[shown.index(' ') :])})"
+    if other != shown:
+        shown += f" ({OTHER[rule.time]} {other.removesuffix(shown[shown.index(' ') :])})"
+    return f"{shown}: {timing.did}" if timing.did else shown
 
 
 def beside(judged: Verdict, rule: Rule) -> str:
@@ -146,17 +162,16 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:.3g} MiB" if count >= PEAK_STEP else f"< {PEAK_STEP / 2**20:g} MiB"
 
 
-def duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
-
-
-def gigabytes_per_second(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
-    """The memory bandwidth of reading and of copying; for a copy, bytes read and bytes written both count."""
+def gigabytes_per_second(contests: dict[str, Contenders], rule: Rule, gpu: str = "") -> dict[str, float]:
+    """The memory bandwidth of reading and of copying, and the specified one. For a copy, bytes read and bytes written
+    both count. A sum does not always read as fast as the memory allows, so reading is at least as fast as copying.
+    """
     found = contests.get("memory bandwidth", {})
     moved = {"read": 1, "copy": 2}
-    return {name: moved[name] * byte_count(timing) / rule.of(timing) / 1e9 for name, timing in found.items()}
+    rates = {name: moved[name] * byte_count(timing) / rule.of(timing) / 1e9 for name, timing in found.items()}
+    rates |= {"read": max(rates.values())} if "read" in rates else {}
+    rate = SPECIFIED.get(gpu)
+    return rates | ({"specified": rate / 1e9} if rates and rate else {})
 
 
 def teraflops(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
@@ -191,6 +206,7 @@ def compact(caption: str, judged: list[Line], log: Log) -> str:
     lines = [f"FAILED {test}: {why}"[:200] for test, why in log.failed.items()]
     waits = [name for name, of in log.contests.items() if OURS in of and of[OURS].timed_by == NOT_RECORDED]
     lines += [shorter(f"WAITS, or cannot be recorded: {name}") for name in waits]
+    lines += other_clocks(log.contests)
     judged = sorted(judged, key=lambda line: [*log.contests, line.what].index(line.what))  # in the order of measurement
     reasons = dict.fromkeys(f"missing: {name}: {why}"[:160] for of in log.missing.values() for name, why in of.items())
     reasons |= dict.fromkeys(
@@ -211,6 +227,19 @@ def compact(caption: str, judged: list[Line], log: Log) -> str:
             return f"{text}\n... and more: the page has all"
         text += f"\n{line}"
     return text
+
+
+def other_clocks(contests: dict[str, Contenders]) -> list[str]:
+    """The contenders whose clock differed from ours in rounds that count."""
+    rivals = [
+        (contest, name, of[OURS], timing)
+        for contest, of in contests.items()
+        if OURS in of
+        for name, timing in of.items()
+    ]
+    counts = [(f"{contest}: {name}", at_another_clock(timing, ours)) for contest, name, ours, timing in rivals]
+    told = [shorter(f"{what} ({sum(apart)} of {len(apart)})") for what, apart in counts if any(apart)]
+    return [f"CLOCKS more than {SAME_CLOCK:.0%} from ours, in rounds: {'; '.join(told)}"[:1000]] if told else []
 
 
 def shorter(text: str) -> str:
@@ -243,62 +272,17 @@ def table(title: str, caption: str, judged: list[Line]) -> Table:
     return result
 
 
-def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, Contenders]) -> str:
-    """Tables of five columns: the size follows what was measured, and the outcome follows the target."""
-    lines = [
-        (
-            of_size(line.what, line.size),
-            line.ours,
-            line.against,
-            line.value,
-            f"{line.bound}: {line.outcome}".lstrip(": "),
-        )
-        for line in judged
-    ]
-    contenders = [
-        (of_size(contest, timing.size), name, duration(timing.fastest), usual(timing), rounds(timing))
-        for contest, rivals in contests.items()
-        for name, timing in sorted(rivals.items(), key=lambda pair: pair[1].median)
-    ]
-    return "\n\n".join(
-        [
-            f"# {title}",
-            caption,
-            markdown_table(("what", "ours", "against", "ratio", "target"), lines),
-            "## Every contender",
-            markdown_table(("contest", "contender", "fastest", "median (95 % interval)", "rounds"), contenders),
-            "",
-        ]
-    )
-
-
-def of_size(what: str, size: str) -> str:
-    return f"{what}, {size}" if size else what
-
-
-def usual(timing: Timing) -> str:
-    """The median and its interval; a contender that was timed once has no interval."""
-    found = None if timing.timed_by == ONE_CALL else interval(timing.seconds)
-    return duration(timing.median) + (f" ({' to '.join(map(duration, found))})" if found else "")
-
-
-def rounds(timing: Timing) -> str:
-    return f"{len(timing.seconds)}" + (f" ({timing.timed_by})" if timing.timed_by != "host" else "")
-
-
-def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows))
-
-
-def data(judged: list[Line], contests: dict[str, Contenders], rule: Rule) -> dict[str, Any]:
+def data(judged: list[Line], contests: dict[str, Contenders], rule: Rule, gpu: str = "") -> dict[str, Any]:
     return {
         "judged_by": rule.name,
-        "gigabytes_per_second": gigabytes_per_second(contests, rule),
+        "gigabytes_per_second": gigabytes_per_second(contests, rule, gpu),
         "teraflops": teraflops(contests, rule),
         "targets": [asdict(line) | {"outcome": line.outcome} for line in judged],
         "contests": {
             contest: {
-                name: of_contender(timing) | {"times_ours": times_ours(name, rivals, rule)}
+                name: of_contender(timing)
+                | {"times_ours": times_ours(name, rivals, rule)}
+                | of_clock(timing, rivals.get(OURS, timing))
                 for name, timing in rivals.items()
             }
             for contest, rivals in contests.items()
@@ -312,10 +296,25 @@ def of_contender(timing: Timing) -> dict[str, Any]:
         "size": timing.size,
         "fastest_seconds": timing.fastest,
         "median_seconds": timing.median,
+        "median_interval": None if timing.timed_by == ONE_CALL else interval(timing.seconds),
         "rounds": len(timing.seconds),
         "calls_per_round": timing.calls_per_round,
         "timed_by": timing.timed_by,
         "peak_extra_bytes": timing.peak_bytes,
+        "did": timing.did,
+    }
+
+
+def of_clock(timing: Timing, ours: Timing) -> dict[str, Any]:
+    """Nothing where the clock is not known."""
+    if timing.megahertz is None:
+        return {}
+    return {
+        "median_megahertz": median(timing.megahertz),
+        "megahertz_range": [min(timing.megahertz), max(timing.megahertz)],
+        "median_watts": timing.watts and median(timing.watts),
+        "rounds_at_another_clock": sum(at_another_clock(timing, ours)),
+        "rounds_taken_again": timing.rounds_taken_again,
     }
 
 

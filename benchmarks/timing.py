@@ -17,6 +17,7 @@ from typing import Any
 from .quiet import Rates
 
 Contenders = dict[str, "Timing"]
+SAME_CLOCK = 0.03  # two clocks that differ by no larger a share count as the same
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Timing:
     seconds: list[float]  # of one call, round by round
     timed_by: str = "host"
     peak_bytes: int | None = None  # beyond what was allocated before the call
+    megahertz: list[float] | None = None  # of a GPU's multiprocessors, round by round; None where they are not known
+    watts: list[float] | None = None
+    rounds_taken_again: int = 0  # rounds of the contest that do not count, since its contenders' clocks differed
+    did: str = ""  # what the work says that it did: rows, columns and tokens, where they explain the time
 
     @property
     def median(self) -> float:
@@ -35,6 +40,18 @@ class Timing:
     @property
     def fastest(self) -> float:
         return min(self.seconds)
+
+
+def same_clock(one: float, other: float) -> bool:
+    """Whether times at these two clocks can be compared."""
+    return abs(one / other - 1) <= SAME_CLOCK
+
+
+def at_another_clock(timing: Timing, other: Timing) -> list[bool]:
+    """For each round, whether the clocks of two contenders differed; all False where they are not known."""
+    if timing.megahertz is None or other.megahertz is None:
+        return [False] * len(timing.seconds)
+    return [not same_clock(*clocks) for clocks in zip(timing.megahertz, other.megahertz, strict=True)]
 
 
 @dataclass

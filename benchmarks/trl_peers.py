@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -46,6 +47,23 @@ def imported(name: str) -> ModuleType | None:
     except Exception as problem:
         warnings.warn(f"{name} cannot be imported, and is missing among the peers: {problem!r}", stacklevel=2)
         return None
+
+
+def imported_alone(package: str, *names: str) -> ModuleType | None:
+    """The last of a package's modules that are named, like `imported`, but without what the packages around it import:
+    verl's need Ray and tensordict. These are forgotten afterwards, so that they can still be imported as usual.
+    """
+    above = package.split(".")[:-1]
+    around = [".".join(above[: depth + 1]) for depth in range(len(above))]
+    folder = Path(find_spec(above[0]).origin).parent
+    for depth, place in enumerate(around):
+        sys.modules[place] = ModuleType(place)
+        sys.modules[place].__path__ = [str(folder.joinpath(*above[1 : depth + 1]))]
+    try:
+        return [imported(f"{package}.{name}") for name in names][-1]
+    finally:
+        for place in around:
+            del sys.modules[place]
 
 
 def without_triton(module: ModuleType) -> Callable[..., Any]:

@@ -26,14 +26,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
 
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 
 from .memory import growth
 from .sizes import FULL
-from .trl_step import SHAPES, WIDTHS
+from .trl_step import SHAPES
 
 PROMPTS = ["Write a sentence about the sea.", "Name three colours.", "What is 17 + 25?", "Tell me a short story."]
 WARM_UP = 2  # steps; the first steps create the optimiser's state
@@ -130,8 +130,7 @@ def side(given: argparse.Namespace) -> dict[str, float]:
 def wide_model() -> Qwen2ForCausalLM:
     """A model with random weights, and with the head, the vocabulary, and two of the 24 layers of Qwen2.5-0.5B."""
     torch.manual_seed(0)
-    shape = {**SHAPES["0.5B"], "hidden_size": WIDTHS["0.5B"], "num_hidden_layers": 2, "vocab_size": FULL.vocabulary}
-    return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
+    return Qwen2ForCausalLM(SHAPES["0.5B"]._replace(layers=2).config(FULL.vocabulary))
 
 
 def main() -> None:

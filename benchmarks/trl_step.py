@@ -1,17 +1,18 @@
 """An update of TRL's trainer on a generation batch, from the advantages to the gradients, without the optimiser step.
 
 `GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens. Model, batch and
-everything else are the same. The model has random weights, which no update changes, so all trainers share it.
+everything else are the same. The model has random weights, which no update changes, so all trainers share it. Lengths,
+rewards and entropies are a real model's (recorded.py): the id of a token says its entropy, and the trainers get this
+entropy in place of the model's, which is computed all the same.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
@@ -19,6 +20,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,93 +28,164 @@ from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 from d3s_kernels.integrations.trl.head import d3s_head
 
 from . import inputs
+from .recorded import answers, entropy_of, tokens_of
 from .sizes import Sizes
+from .targets import COMPUTED_FROM, LAYERS, SEVEN_BILLION, SMALL_MODEL
 
 GRPO, GRPO_OUR_HEAD = "GRPOTrainer", "GRPOTrainer with our LM head"  # the second shows the head's effect alone
 OURS, OURS_PASS = "d3s_kernels", "d3s_kernels, entropy from a pass before"
+OURS_ROLLOUTS = "d3s_kernels, all tokens of half of the rollouts"  # shows the effect of rollouts alone
+GROUP = 8  # rollouts of a prompt, as they were recorded
 PAD, EOS = 0, 1
-HALF_AND_TENTH = {"token_ratio_start": 0.1, "token_ratio_end": 0.1}
-# Qwen2.5's shapes: the number of layers and their sizes. The 7B model has two of its layers, but its complete head.
+
+
+class Shape(NamedTuple):
+    """The sizes of a Qwen2 model."""
+
+    layers: int
+    width: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    tied: bool
+    vocabulary: int | None = None  # None: the contest's
+
+    def config(self, vocabulary: int) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=self.vocabulary or vocabulary,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            tie_word_embeddings=self.tied,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=EOS,
+        )
+
+
+# Qwen2.5's shapes, and a small one. In the small one, too, the LM head has 28 % of the weights in products.
 SHAPES = {
-    "small": {"num_hidden_layers": 2, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "0.5B": {"num_hidden_layers": 24, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},
-    "7B, 2 of its layers": {
-        "num_hidden_layers": 2, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-    },
-}  # fmt: skip
-WIDTHS = {"small": 256, "0.5B": 896, "7B, 2 of its layers": 3584}
+    SMALL_MODEL: Shape(8, 256, 1_024, 4, 2, True, vocabulary=12_288),
+    "0.5B": Shape(24, 896, 4_864, 14, 2, True),
+    **{f"{SEVEN_BILLION}, {few} of {LAYERS} layers": Shape(few, 3_584, 18_944, 28, 4, False) for few in COMPUTED_FROM},
+}
 
 
-def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]:
-    """The update, as a function that returns the loss; it also computes the gradients, and drops them."""
-    trainer = trainer_of(name, sizes, shape)
-    batch = generation_batch(sizes)
+class Watched(GRPOTrainer):
+    """TRL's trainer with the recorded entropies in place of the model's. It notes what the model forwards."""
 
-    def run() -> float:
-        kept = trainer._keep_rollouts(dict(batch)) if name in (OURS, OURS_PASS) else batch
-        if name == OURS_PASS:
-            trainer._choose_tokens_of_batch(kept)
-        with trainer.compute_loss_context_manager(), d3s_head() if name == GRPO_OUR_HEAD else nullcontext():
-            loss = trainer.compute_loss(trainer.model, kept)
-        return backward(trainer, loss)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.forwards: list[tuple[int, int, Tensor]] = []  # rows, columns, and the number of tokens without padding
 
-    return run
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *more: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        score = super()._get_per_token_logps_and_entropies
+        logprob, entropy, aux = score(model, input_ids, attention_mask, logits_to_keep, *more, **options)
+        self.forwards.append((*input_ids.shape, attention_mask.sum()))
+        return logprob, None if entropy is None else entropy_of(input_ids[:, -logits_to_keep:]), aux
 
 
-def known_update(sizes: Sizes, shape: str, cut: bool) -> Callable[[], float]:
+class WatchedD3S(D3STrainer, Watched):
+    """Ours: it chooses by the recorded entropies."""
+
+
+class Update:
+    """An update. A call returns the loss; it also computes the gradients, and drops them."""
+
+    def __init__(self, name: str, sizes: Sizes, shape: str, *, full: bool = False) -> None:
+        self.name, self.trainer = name, trainer_of(name, sizes, shape)
+        self.batch = generation_batch(sizes, shape, full=full)
+
+    def kept(self) -> dict[str, Any]:
+        """The generation batch with the rollouts that are trained on."""
+        if self.name in (GRPO, GRPO_OUR_HEAD):
+            return self.batch
+        kept: dict[str, Any] = self.trainer._keep_rollouts(dict(self.batch))
+        if self.name == OURS_PASS:
+            self.trainer._choose_tokens_of_batch(kept)
+        return kept
+
+    def __call__(self) -> float:
+        self.trainer.forwards.clear()
+        return self.backward(self.kept())
+
+    def backward(self, batch: dict[str, Any]) -> float:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager(), d3s_head() if self.name == GRPO_OUR_HEAD else nullcontext():
+            loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        trainer.model.zero_grad(set_to_none=True)  # so that the measured memory includes the gradients
+        return loss.item()
+
+    @property
+    def did(self) -> str:
+        """What the latest call forwarded, and what it kept."""
+        parts = []
+        for rows, columns, tokens in self.trainer.forwards:
+            parts.append(f"{rows} rows x {columns:,} columns, {1 - int(tokens) / (rows * columns):.0%} padding")
+        if isinstance(self.trainer, D3STrainer):
+            kept, all_tokens = self.trainer._just_kept.value(), int(self.batch["num_items_in_batch"])
+            parts.append(f"{kept:,} of {all_tokens:,} tokens kept")
+        return "; ".join(parts)
+
+
+class KnownUpdate(Update):
     """The update alone, with tokens chosen before it. It forwards what these tokens need (`cut`), or all tokens."""
-    trainer = trainer_of(OURS_PASS, sizes, shape)
-    if not cut:
-        trainer._tokens_are_independent = lambda batch: False
-    batch = trainer._keep_rollouts(generation_batch(sizes))
-    trainer._choose_tokens_of_batch(batch)
 
-    return lambda: backward(trainer, trainer.compute_loss(trainer.model, batch))
+    def __init__(self, sizes: Sizes, shape: str, *, cut: bool) -> None:
+        super().__init__(OURS_PASS, sizes, shape)
+        if not cut:
+            self.trainer._tokens_are_independent = lambda batch: False
+        self.chosen = self.kept()
 
-
-def backward(trainer: GRPOTrainer, loss: torch.Tensor) -> float:
-    loss.backward()
-    trainer.model.zero_grad(set_to_none=True)  # so that the measured memory includes the gradients
-    return loss.item()
+    def __call__(self) -> float:
+        self.trainer.forwards.clear()
+        return self.backward(self.chosen)
 
 
-def entropy_pass(sizes: Sizes, shape: str, useful: float) -> Callable[[], torch.Tensor]:
-    """The entropy pass that precedes the choice of tokens; a share `useful` of the rollouts has an advantage."""
-    trainer = trainer_of(OURS_PASS, sizes, shape)
-    batch = generation_batch(sizes)
-    batch["advantages"][round(useful * sizes.rollouts) :] = 0
-    return lambda: trainer._entropy(batch)
+class EntropyPass(Update):
+    """The entropy pass that precedes the choice of tokens, over all rollouts. Those without an advantage are skipped,
+    unless `every`.
+    """
+
+    def __init__(self, sizes: Sizes, shape: str, *, every: bool) -> None:
+        super().__init__(OURS_PASS, sizes, shape)
+        if every:
+            self.batch["advantages"] = torch.ones_like(self.batch["advantages"])
+
+    def __call__(self) -> Tensor:
+        self.trainer.forwards.clear()
+        return self.trainer._entropy(self.batch)[0]
+
+    @property
+    def did(self) -> str:
+        return super().did.rpartition("; ")[0]
 
 
 @lru_cache(maxsize=1)
 def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
     """The model, created on its device and in its precision: drawing its weights on a CPU would take a minute."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=WIDTHS[shape],
-        tie_word_embeddings=shape != "7B, 2 of its layers",
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=EOS,
-        **SHAPES[shape],
-    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if inputs.device.type == "cuda" else torch.float32)
     try:
         with inputs.device:
-            return Qwen2ForCausalLM(config)
+            return Qwen2ForCausalLM(SHAPES[shape].config(vocabulary))
     finally:
         torch.set_default_dtype(before)
 
 
-def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> GRPOTrainer:
+def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> Watched:
     on_gpu = inputs.device.type == "cuda"
     model = model_of(sizes.vocabulary, shape)
     common: dict[str, Any] = {
         "output_dir": f"{tempfile.gettempdir()}/d3s-trl",
         "per_device_train_batch_size": sizes.rollouts,
-        "num_generations": sizes.rollouts,
+        "num_generations": GROUP,
         "max_completion_length": sizes.completion,
         "max_steps": 1,
         "report_to": [],
@@ -120,14 +193,13 @@ def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> GRPOTrain
         "bf16": False,
         "gradient_checkpointing": on_gpu,
     }
-    ours = HALF_AND_TENTH | {"rollouts_start": sizes.rollouts // 2, "rollouts_end": sizes.rollouts // 2} | changed
     if name in (GRPO, GRPO_OUR_HEAD):
-        kind, arguments = GRPOTrainer, GRPOConfig(**common)
+        kind, arguments = Watched, GRPOConfig(**common)
     else:
-        kind, arguments = (
-            D3STrainer,
-            D3SConfig(entropy_from="rollout" if name == OURS_PASS else "update", **common, **ours),
-        )
+        tokens = 1.0 if name == OURS_ROLLOUTS else 0.1
+        ours = {"token_ratio_start": tokens, "token_ratio_end": tokens, "rollouts_start": 0.5, "rollouts_end": 0.5}
+        source = "rollout" if name == OURS_PASS else "update"
+        kind, arguments = WatchedD3S, D3SConfig(entropy_from=source, **common, **ours | changed)
     words = Tokenizer(WordLevel({"<pad>": PAD, "<eos>": EOS}, unk_token="<eos>"))
     trainer = kind(
         model,
@@ -145,17 +217,20 @@ def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> GRPOTrain
     return trainer
 
 
-def generation_batch(sizes: Sizes) -> dict[str, torch.Tensor]:
-    """A batch as TRL's generation makes it: prompts of up to 16 tokens, full-length completions, normal advantages."""
+def generation_batch(sizes: Sizes, shape: str, *, full: bool = False) -> dict[str, Tensor]:
+    """A batch as TRL's generation makes it: prompts of up to 16 tokens, and recorded answers, padded to the longest."""
     random = torch.Generator().manual_seed(1)
-    rows = sizes.rollouts
+    rows, vocabulary = sizes.rollouts, SHAPES[shape].vocabulary or sizes.vocabulary
+    drawn = answers(rows, sizes.completion, full=full)
     lengths = torch.randint(8, 17, (rows, 1), generator=random)
+    columns = int(drawn.mask.sum(1).amax())
+    mask = drawn.mask[:, :columns]
     batch = {
-        "prompt_ids": torch.randint(2, sizes.vocabulary, (rows, 16), generator=random),
+        "prompt_ids": torch.randint(2, vocabulary, (rows, 16), generator=random),
         "prompt_mask": (torch.arange(16) >= 16 - lengths).long(),
-        "completion_ids": torch.randint(2, sizes.vocabulary, (rows, sizes.completion), generator=random),
-        "completion_mask": torch.ones(rows, sizes.completion, dtype=torch.long),
-        "advantages": torch.randn(rows, generator=random),
-        "num_items_in_batch": torch.tensor(rows * sizes.completion),
+        "completion_ids": tokens_of(drawn.levels[:, :columns], vocabulary, random).where(mask, PAD),
+        "completion_mask": mask.long(),
+        "advantages": drawn.advantages,
+        "num_items_in_batch": mask.sum(),
     }
     return {name: value.to(inputs.device) for name, value in batch.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -18,16 +17,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import performance
 import performance_picture as picture
 from helpers import slow
 
 from benchmarks import __main__ as run
-from benchmarks import harness, judging, machine, order, quiet, report, targets, timing
+from benchmarks import computed, harness, judging, machine, order, page, quiet, report, targets, timing, withdrawn
+from benchmarks import recorded as real
 from benchmarks.clock import ONE_CALL, Once, Ready
 from benchmarks.harness import OURS
 from benchmarks.sizes import sizes_for
@@ -42,11 +42,11 @@ SLOW = quiet.Rates(30, 160)
 def rounds_of(fewest: int, most: int, seconds: float, *takes: float) -> tuple[list[float], int]:
     """The rounds of a contest whose rounds take so long, the last of these for ever; and how often it looked."""
     looked: list[None] = []
-    clock = SimpleNamespace(time=lambda work, calls: next(times))
+    clock = SimpleNamespace(time=lambda work, calls: next(times), reading=lambda: None)
     times = itertools.chain(takes, itertools.repeat(takes[-1]))
     ready = {OURS: Ready(print, 1, "host")}
     turns = harness.take_turns(ready, clock, seconds, fewest, most, lambda: looked.append(None))
-    return turns[OURS], len(looked)
+    return turns.seconds[OURS], len(looked)
 
 
 def test_the_number_of_rounds_is_that_for_which_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_microseconds_are_judged_by_the_same_rules() -> None:
 
 def test_a_yardstick_that_is_missing_judges_nothing() -> None:
     rivals = timings([1.0] * 6)
-    for target in (judging.Within("", "copy", 2), judging.ShareOf("", "copy", 90), judging.Faster("", ("copy",), 2)):
+    for target in (judging.Within("", "copy", 2), judging.ShareOf("", ("copy",), 90), judging.Faster("", ("copy",), 2)):
         judged = report.judge(target, rivals, CPU)
         assert (judged.outcome, judged.against) == ("not measured", "copy: missing here")
 
@@ -221,7 +221,7 @@ def test_a_time_that_was_taken_once_may_be_off(rule: judging.Rule) -> None:
     assert (found.value, found.outcome) == (0.1, "undecided")
     assert found.interval == pytest.approx((0.085, 0.1 / 0.85))
     assert harness.CpuClock().ready(Once(int)).timed_by == ONE_CALL
-    assert report.usual(rivals["slow"]) == "10 s"
+    assert report.of_contender(rivals["slow"])["median_interval"] is None
 
 
 def test_both_times_are_shown_the_one_that_is_judged_first() -> None:
@@ -282,7 +282,8 @@ def test_rounds_end_when_the_time_is_over() -> None:
 
     rounds = itertools.count(1)
     ready = {OURS: Ready(print, 1, "host")}
-    assert harness.take_turns(ready, SimpleNamespace(time=clock), 9, 6, 6) == {OURS: [1.0, 1.0]}
+    turns = harness.take_turns(ready, SimpleNamespace(time=clock, reading=lambda: None), 9, 6, 6)
+    assert turns.seconds == {OURS: [1.0, 1.0]}
 
 
 def test_where_cuda_no_longer_works_the_culprit_is_named_and_then_left_out() -> None:
@@ -368,7 +369,7 @@ def test_what_a_gpu_prints_is_short_and_begins_with_what_failed() -> None:
     judged = report.lines(contests, targets.CUDA, GPU, whole=True)
     lines = report.compact("caption", judged, log).splitlines()
     assert lines[:2] == ["caption", "FAILED one: it did not end"]
-    assert lines[2] == "missed | logprob forward | 1 s | read: 500 ms | 50% of the bandwidth (50 to 50) | >= 90%"
+    assert lines[2] == "missed | logprob forward | 1 s | read: 500 ms | 50% of the bandwidth (50 to 50) | >= 98%"
     assert "missing: Liger: absent" in lines
     assert lines[-1].startswith("not measured: logprob forward, beside torch.compile; logprob backward, both")
     assert len(report.compact("caption", judged * 40, log)) < 12_000
@@ -436,8 +437,9 @@ def test_published_times_are_targets_of_the_gpu_that_they_are_of() -> None:
         return {target.contest for target in held[len(targets.CUDA) :]}
 
     assert published("NVIDIA B200") == {targets.RAGGED}
-    assert all(targets.LIGER_SHAPE in contest for contest in published("NVIDIA H100 80GB HBM3"))
-    assert not published("NVIDIA H200")
+    assert published("NVIDIA H200") == set(targets.FEW)
+    assert all(targets.LIGER_SHAPE in contest for contest in published("NVIDIA H100 80GB HBM3") - set(targets.FEW))
+    assert not published("NVIDIA L4")
 
 
 @pytest.mark.parametrize(("short", "device"), [(False, "cpu"), (True, "cpu"), (False, "cuda")])
@@ -495,88 +497,128 @@ def test_a_whole_run_on_a_cpu_keeps_its_log(monkeypatch: pytest.MonkeyPatch, tmp
 
 # ---- the page and its picture ----------------------------------------------------------------------------------------
 
-Result = tuple[Path, dict[str, Any]]
-FORWARD = "logprob_entropy forward"
+FORWARD, TRL = "logprob_entropy forward", "TRL's Triton kernel"
 SAID = "All contenders ran on 2 threads: a short product took 9 ms on 1 and 5 ms on 2."
 
 
 @pytest.fixture
-def result(tmp_path: Path) -> Result:
+def result(tmp_path: Path) -> Path:
     """A result as a run writes it, of made-up times of one contest."""
-    contests = {FORWARD: timings([0.1, 0.1, 0.1, 0.2] * 3, TRL=[0.2, 0.3, 0.4, 0.4] * 3, verl=[1.5] * 12)}
+    contests = {FORWARD: timings([0.1, 0.1, 0.1, 0.2] * 3, **{TRL: [0.2, 0.3, 0.4, 0.4] * 3}, verl=[1.5] * 12)}
     seen = quiet.judge([[USUAL] * 7], quiet.Rates())
     facts = {
         "machine": "some-cpu", "device": "cpu", "date": "2000-01-01", "cpu": "Some CPU", "cores": 2, "threads": 2,
         "versions": {"torch": "9"}, "commit": "abc", "build_info": {"simd": "avx512"}, "quiet": seen.data(),
         "threads_tried": {"said": SAID},
     }  # fmt: skip
-    held = [targets.Faster(FORWARD, ("TRL",), bound) for bound in (2, 3, 5)]
-    base = run.write(tmp_path, facts, "A title", "A caption", report.lines(contests, held, CPU), contests, {}, CPU)
-    return base, json.loads(base.with_suffix(".json").read_text())
+    held = [targets.Faster(FORWARD, (TRL,), bound) for bound in (2, 3, 5)]
+    base = run.write(tmp_path, facts | report.data(report.lines(contests, held, CPU), contests, CPU))
+    return base.with_suffix(".json")
 
 
-def test_the_page_says_what_the_run_says(result: Result) -> None:
-    base, found = result
-    page = performance.page([(base.with_suffix(".json"), found)])
-    assert "## Some CPU, 2 cores, 2000-01-01\n" in page
-    assert "SIMD avx512" in page
-    assert f"{SAID} The machine was quiet: 0 of 7 probes" in page
-    assert "Of 3 targets, judged by the fastest rounds: 1 met, 2 missed." in page
-    row = "| 100 ms | TRL: 200 ms (median 350) | 2x as fast (2 to 2; median 2.5) | >= 2x as fast: met |"
-    assert row in page
-    assert performance.NEVER_QUIET not in page
-    assert row.rpartition(" | ")[0] in base.with_suffix(".md").read_text()
+def test_the_page_says_what_the_run_says(result: Path) -> None:
+    text = result.with_suffix(".md").read_text()
+    assert text.startswith("# Some CPU, 2 cores, 2000-01-01\n")
+    assert "SIMD avx512" in text
+    assert f"{SAID} The machine was quiet: 0 of 7 probes" in text
+    assert "Of 3 targets, judged by the fastest rounds: 1 met, 2 missed." in text
+    ratio = "2x as fast (2 to 2; median 2.5) | >= 2x as fast: met |"
+    assert f"| {FORWARD}, 4 | 100 ms | {TRL}: 200 ms (median 350) | {ratio}" in text
+    assert f"| {FORWARD}, 4 | {TRL} | 200 ms | 350 ms (200 ms to 400 ms) | 12 |" in text
+    assert "## Notes" not in text
+    result.with_name(f"{result.stem}-notes.md").write_text("Some note.\n")
+    assert "## Notes\n\nSome note.\n\n## Every contender" in page.page_of(result)
 
 
-def test_a_result_has_both_times_and_says_by_which_it_is_judged(result: Result) -> None:
-    trl = result[1]["contests"][FORWARD]["TRL"]
+def test_a_result_has_both_times_and_says_by_which_it_is_judged(result: Path) -> None:
+    found = json.loads(result.read_text())
+    trl = found["contests"][FORWARD][TRL]
     assert (trl["fastest_seconds"], trl["median_seconds"]) == (0.2, pytest.approx(0.35))
     assert trl["times_ours"] == {"value": 2, "interval": [2, 2], "median": pytest.approx(2.5)}
-    assert {row["verdict"]["by"] for row in result[1]["targets"]} == {"the fastest rounds"}
+    assert {row["verdict"]["by"] for row in found["targets"]} == {"the fastest rounds"}
 
 
-def test_results_that_know_medians_alone_are_shown_as_they_were(result: Result) -> None:
+def test_results_that_know_medians_alone_are_shown_as_they_were(result: Path) -> None:
     """The GPU results from before there were fastest rounds."""
-    base, found = result
+    found = json.loads(result.read_text())
     for row in found["targets"]:
-        row |= {"ours": "100 ms", "against": "TRL: 300 ms", "value": "3x as fast (2 to 4)"}
-        del row["verdict"]["by"], row["verdict"]["median"]
+        row |= {"ours": "100 ms", "against": f"{TRL}: 300 ms", "value": "3x as fast (2 to 4)"}
     for of in found["contests"].values():
         for row in of.values():
-            del row["fastest_seconds"], row["times_ours"]["median"]
-    gpu = {"device": "cuda", "gpu": "Some GPU", "driver": "1", "cuda": "2", "triton": "3", "teraflops": {}}
+            del row["fastest_seconds"], row["median_interval"], row["times_ours"]["median"]
+    gpu = {"device": "cuda", "gpu": "Some GPU", "driver": "1", "cuda": "2", "triton": "3"}
     old = {key: value for key, value in found.items() if key not in ("judged_by", "threads_tried")}
     old |= gpu | {"quiet": None, "failed": {}}
-    page = performance.section(base.with_suffix(".json"), old)
-    assert "Of 3 targets: 1 met, 2 missed." in page
-    assert "| 100 ms | TRL: 300 ms | 3x as fast (2 to 4) | >= 2x as fast: met |" in page
-    assert picture.words("", old).splitlines()[2] == "Log-probability and entropy: TRL: 2x [2.0, 2.0]"
+    result.write_text(json.dumps(old))
+    text = page.page_of(result)
+    assert "Of 3 targets: 1 met, 2 missed." in text
+    assert f"| 100 ms | {TRL}: 300 ms | 3x as fast (2 to 4) | >= 2x as fast: met |" in text
+    assert f"| {FORWARD}, 4 | {TRL} |  | 350 ms | 12 |" in text
+    assert picture.words("", old).splitlines()[2] == "Log-probability and entropy: TRL, Triton: 2x [2.0, 2.0]"
 
 
-def test_the_page_says_first_that_no_run_was_quiet(result: Result) -> None:
-    base, found = result
-    noisy = found | {"quiet": found["quiet"] | {"quiet": False}}
-    page = performance.page([(base, noisy)])
-    assert page.startswith(performance.TITLE + performance.NEVER_QUIET)
-    assert "2000-01-01, not quiet" in page
-    assert performance.NEVER_QUIET not in performance.page([(base, noisy), (base, found)])
+def test_a_run_that_was_not_quiet_says_so_in_its_heading(result: Path) -> None:
+    found = json.loads(result.read_text())
+    for is_quiet, ends in ((True, "2000-01-01"), (False, ", not quiet")):
+        assert page.heading(found | {"quiet": {"quiet": is_quiet}}).endswith(ends)
+    assert page.heading(found | {"small_inputs": True}).endswith(", small inputs")
 
 
-def test_the_picture_keeps_its_words(result: Result, tmp_path: Path) -> None:
+def test_withdrawn_figures_are_in_the_results_and_on_no_page() -> None:
+    def rows(found: dict[str, Any], contest: str, contender: str | None) -> list[Any]:
+        compared = [row for row in found["targets"] if row["what"] == contest]
+        timed = [(name, timing) for name, timing in found["contests"].get(contest, {}).items()]
+        if contender is None:
+            return compared + timed
+        return [row for row in compared if row["against"].startswith(f"{contender}:")] + [
+            timing for name, timing in timed if name == contender
+        ]
+
+    for names, of_names, _ in withdrawn.WITHDRAWN:
+        for name, row in itertools.product(names, of_names):
+            found = json.loads((run.HERE / "results" / f"{name}.json").read_text())
+            assert rows(found, *row), (name, row)
+            assert not rows(withdrawn.what_stands(found, name), *row), (name, row)
+
+
+def test_the_picture_keeps_its_words(result: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    file, (_, found) = tmp_path / "some.png", result
+    file, found = tmp_path / "some.png", json.loads(result.read_text())
     assert picture.words_in(file) is None
-    picture.draw(file, "Some CPU", found)
+    picture.draw(file, "Some GPU", found)
     said = picture.words_in(file)
-    assert said == picture.words("Some CPU", found)
-    assert said.splitlines()[2:] == [
-        "Log-probability and entropy: TRL: 2x [2.0, 2.0]",
-        "Log-probability and entropy: verl: 15x [15.0, 15.0]",
-    ]
+    assert said == picture.words("Some GPU", found)
+    assert said.splitlines()[2:] == ["Log-probability and entropy: TRL, Triton: 2x [2.0, 2.0]"]
     assert file.stat().st_size < picture.MOST_BYTES
 
 
-def test_a_run_that_was_not_quiet_says_so_in_its_title() -> None:
-    calm = quiet.judge([[USUAL] * 6], quiet.Rates())
-    assert run.title_of(options(), dataclasses.replace(calm, low=1)).endswith("was not quiet")
-    assert not any("quiet" in run.title_of(options(), seen) for seen in (calm, None))
+# ---- lengths and entropies of a real model, and the time of a whole one ----------------------------------------------
+
+
+def test_answers_are_recorded_ones_in_the_sizes_of_a_contest() -> None:
+    every, limit = real.recorded()["groups"], real.recorded()["limit"]
+    lengths = torch.tensor([len(answer["entropy"]) for group in every for answer in group["answers"]])
+    assert len(lengths) == 64
+    assert 1 <= int((lengths == limit).sum()) < 32  # some answers reach the limit
+    found = real.answers(64, 8 * limit)
+    assert torch.equal(found.mask.sum(1), 8 * lengths)
+    assert bool(real.answers(16, 50, full=True).mask.all())
+    generator = torch.Generator().manual_seed(0)
+    tokens = real.tokens_of(found.levels, 12_288, generator)
+    assert int(tokens.max()) < 12_288
+    assert real.entropy_of(tokens)[3, 8 * lengths[3] - 1] == every[0]["answers"][3]["entropy"][-1] / 100
+    assert found.advantages.view(8, 8).sum(1).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="rows: got 12; takes a multiple of 8, at most 64"):
+        real.answers(12, limit)
+
+
+def test_a_whole_model_is_computed_from_its_first_layers() -> None:
+    def seconds(layers: int) -> dict[str, Timing]:
+        return timings([1 + layers / 4] * 6, GRPOTrainer=[3 + layers / 2] * 6)
+
+    contests = {f"an update, {name}": seconds(n) for name, n in ((computed.FEW, 2), (computed.MORE, 6))}
+    ((name, found),) = computed.with_computed(contests).items()
+    assert name == "an update, 7B, 28 layers, computed"
+    assert found["d3s_kernels"].seconds == pytest.approx([8.0] * 6)
+    assert found["GRPOTrainer"].seconds == pytest.approx([17.0] * 6)
+    assert found["GRPOTrainer"].did.startswith("computed from 2 and 6 layers, 500 ms a layer")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
+from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -12,7 +15,7 @@ import torch
 pytest.importorskip("rich")
 clock = pytest.importorskip("benchmarks.clock")
 cuda_clock = pytest.importorskip("benchmarks.cuda_clock")
-from benchmarks import judging, report, targets, timing  # noqa: E402
+from benchmarks import bench_sampling_masks, harness, inputs, judging, nvml, report, targets, timing  # noqa: E402
 
 CACHE_BYTES = 4096
 
@@ -26,6 +29,9 @@ class Event:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
@@ -64,6 +70,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         get_device_properties=lambda _: SimpleNamespace(L2_cache_size=CACHE_BYTES),
     )
     monkeypatch.setattr(cuda_clock, "torch", SimpleNamespace(cuda=made_up, Tensor=torch.Tensor))
+    monkeypatch.setattr(cuda_clock, "gauge_of", lambda device: None)
     monkeypatch.setattr(cuda_clock, "TURN", 0.001)
     monkeypatch.setattr(cuda_clock.gc, "freeze", lambda: None)
     return made_up
@@ -74,17 +81,17 @@ def cuda(gpu: Gpu):
     return cuda_clock.CudaClock(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("values", "copies"), [(1, 512), (512, 4), (2048, 1), (4096, 1)])
+@pytest.mark.parametrize(("values", "copies"), [(1, 1024), (512, 4), (2048, 1), (4096, 1)])
 def test_small_inputs_rotate_through_twice_the_cache(cuda, values: int, copies: int) -> None:
-    work = cuda.bind(lambda tensor: tensor, (torch.randn(values),))
+    work = cuda.bind(lambda tensor: tensor, clock.copied(torch.randn(values)))
     seen = [work() for _ in range(2 * copies)]
     assert len({tensor.data_ptr() for tensor in seen}) == copies
     assert all(tensor.equal(seen[0]) for tensor in seen)
 
 
 def test_short_work_is_replayed_as_a_graph_with_a_call_for_every_copy(cuda) -> None:
-    ready = cuda.ready(cuda.bind(lambda tensor: tensor, (torch.randn(1),)))
-    assert (ready.timed_by, ready.work.calls) == ("graph replay", 512)
+    ready = cuda.ready(cuda.bind(lambda tensor: tensor, clock.copied(torch.randn(1))))
+    assert (ready.timed_by, ready.work.calls) == ("graph replay", 1024)
     before = ready.work.graph.replays
     cuda.time(ready.work, ready.calls)
     assert (ready.work.graph.replays - before) * ready.work.calls == ready.calls
@@ -94,7 +101,7 @@ def test_short_work_is_replayed_as_a_graph_with_a_call_for_every_copy(cuda) -> N
 def test_longer_work_is_replayed_where_the_gpu_waits_for_the_host(
     cuda, host: float, timed_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_clock, "elapsed", lambda call, times: 0.003 * times)
+    monkeypatch.setattr(cuda_clock, "elapsed", lambda call, times, gauge: (0.003 * times, None))
     monkeypatch.setattr(cuda_clock, "host_seconds", lambda work: host)
     assert cuda.ready(print).timed_by == timed_by
 
@@ -165,8 +172,204 @@ def test_bandwidth_is_judged_by_that_of_the_same_run() -> None:
         report.OURS: timing.Timing("ours", "4", 1, [1.0, 2.0, 4.0] * 2),
         "copy": timing.Timing("yardstick", "4", 1, [0.9, 1.9, 3.7] * 2),
     }
-    share = judging.ShareOf("", "copy", 90).judge(rivals, judging.RULES["cuda"])
+    share = judging.ShareOf("", ("copy",), 90).judge(rivals, judging.RULES["cuda"])
     assert (share.value, share.outcome) == (pytest.approx(92.5), "met")
+
+
+def test_reading_is_judged_by_the_better_of_a_sum_and_a_copy() -> None:
+    """By the better median, not by the better of each round; then by what the GPU's memory is specified to do."""
+    sizes = "1,000 x 1,000 bfloat16"
+    rivals = {
+        name: timing.Timing(role, sizes, 1, seconds)
+        for name, role, seconds in (
+            (report.OURS, "ours", [1e-6] * 6),
+            ("read", "yardstick", [1.1e-6, 0.8e-6] * 3),
+            (targets.HALF_A_COPY, "yardstick", [0.9e-6, 0.9e-6] * 3),
+        )
+    }
+    target = next(target for target in targets.CUDA if isinstance(target, judging.ShareOf))
+    for left_out, against, value in (("", targets.HALF_A_COPY, 90), (targets.HALF_A_COPY, "read", 95)):
+        held = {name: of for name, of in rivals.items() if name != left_out}
+        line = report.judge(target, held, judging.RULES["cuda"], "NVIDIA H200")
+        assert (line.verdict.against, line.verdict.value) == (against, pytest.approx(value))
+        assert line.value.endswith("; 41.7% of the specified bandwidth")
+    assert "specified" not in report.judge(target, rivals, judging.RULES["cuda"], "Some GPU").value
+    both = {
+        "memory bandwidth": {
+            name: timing.Timing("yardstick", "9 bytes", 1, [took]) for name, took in (("read", 3.0), ("copy", 2.0))
+        }
+    }
+    assert report.gigabytes_per_second(both, judging.RULES["cuda"]) == {"read": 9e-9, "copy": 9e-9}
+
+
+def test_the_kept_logits_of_a_rotation_are_larger_than_twice_the_cache(cuda) -> None:
+    """For 128 rows and a cache of 1 MB: a 64th of a GPU's contest, and of an H200's cache."""
+    cuda.cache_bytes, vocabulary = 1 << 20, 151_936
+    kept = inputs.draw_kept(vocabulary, 128)
+    given = bench_sampling_masks.in_turn(kept, vocabulary, 2)
+    works = [cuda.bind(lambda kept: kept, given) for _ in range(2)]
+    one, other = ([work() for _ in range(work.count)] for work in works)
+    assert all(map(operator.is_, one, other))  # the same for all contenders
+    rows = torch.repeat_interleave(kept.mask.offsets.diff())
+    sectors = torch.cat([(rows * vocabulary + seen.mask.token_ids) * 2 // 32 for seen in one]).unique()
+    assert len(sectors) * 32 > 2 * cuda.cache_bytes
+    assert all(row in span for row, span in zip(one[-1].labels.tolist(), one[-1].mask.to_lists(), strict=True))
+    assert one[-1].padded[kept.padded < 0].eq(-1).all()
+
+
+# ---- the clock of a GPU ----------------------------------------------------------------------------------------------
+
+
+def rounds(clocks: list[float | None]) -> harness.Turns:
+    """The rounds of ours, always at 2,000 MHz, and of a peer at these clocks, then for ever at the last."""
+    theirs = itertools.chain(clocks, itertools.repeat(clocks[-1]))
+    now = SimpleNamespace()
+
+    def time(work, calls: int) -> float:
+        now.megahertz = 2_000.0 if work is report.OURS else next(theirs)
+        return 1.0
+
+    def reading() -> clock.Reading | None:
+        return clock.Reading(now.megahertz, 500.0) if now.megahertz else None
+
+    ready = {name: clock.Ready(name, 1, "events") for name in (report.OURS, "peer")}
+    return harness.take_turns(ready, SimpleNamespace(time=time, reading=reading), 9, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "again", "kept"),
+    [
+        ([1_941.0], 0, [1_941.0] * 6),
+        ([2_000.0, 1_939.0, 1_900.0, 2_000.0], 2, [2_000.0] * 6),
+        ([1_500.0], 6, [1_500.0] * 6),  # a GPU that cannot hold its clock ends too
+        ([None], 0, None),
+    ],
+)
+def test_a_round_with_differing_clocks_is_taken_again(clocks, again, kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    rested = []
+    monkeypatch.setattr(harness, "sleep", rested.append)
+    monkeypatch.setattr(harness.gc, "collect", lambda: None)  # it takes a while
+    turns = rounds(clocks)
+    assert turns.taken_again == again
+    assert harness.known([read and read.megahertz for read in turns.readings["peer"]]) == kept
+    assert bool(rested) is bool(again)
+    assert {len(seconds) for seconds in turns.seconds.values()} == {6}
+
+
+def at_clocks(*peers: float) -> dict[str, timing.Timing]:
+    """Ours takes 1 s at 2,000 MHz. The peer takes 3 s at that clock, and 4 s at others."""
+    seconds = [3.0 if peer == 2_000 else 4.0 for peer in peers]
+    return {
+        report.OURS: timing.Timing("ours", "4", 1, [1.0] * len(peers), megahertz=[2_000.0] * len(peers)),
+        "all": timing.Timing("peer", "4", 1, seconds, megahertz=list(peers), watts=[700.0] * len(peers)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("clocks", "value", "outcome"),
+    [
+        ([2_000.0] * 6 + [1_700.0] * 7, 1 / 3, "met"),
+        ([2_000.0] * 5 + [1_700.0] * 7, 1 / 3, "undecided"),
+        ([1_700.0] * 12, 1 / 4, "undecided"),
+    ],
+)
+def test_rounds_at_another_clock_do_not_decide_a_target_at_the_same_clock(clocks, value: float, outcome: str) -> None:
+    rule, rivals = judging.RULES["cuda"], at_clocks(*clocks)
+    judged = judging.Within("", "all", 0.34, same_clock=True).judge(rivals, rule)
+    assert (judged.value, judged.outcome) == (pytest.approx(value), outcome)
+    assert judging.Within("", "all", 0.34).judge(rivals, rule).outcome == "met"
+
+
+def test_the_clocks_are_logged_and_told(tmp_path: Path) -> None:
+    contests, file = {"a contest": at_clocks(1_700.0, 2_000.0, 2_000.0)}, tmp_path / "log"
+    old = {"role": "ours", "size": "4", "calls_per_round": 1, "seconds": [1.0], "timed_by": "events", "peak_bytes": 7}
+    timing.append(file, timing.contest_line("a contest", contests["a contest"], {}, None))
+    timing.append(file, {"contest": "old", "contenders": {report.OURS: old}, "missing": {}, "commit": None})
+    log = timing.read(file)
+    assert log.contests["a contest"] == contests["a contest"]
+    assert log.contests["old"][report.OURS].megahertz is None
+    kept = report.data([], log.contests, judging.RULES["cuda"])["contests"]
+    assert "median_megahertz" not in kept["old"][report.OURS]
+    assert kept["a contest"]["all"].items() >= {
+        "median_megahertz": 2_000, "megahertz_range": [1_700, 2_000], "median_watts": 700, "rounds_at_another_clock": 1
+    }.items()  # fmt: skip
+    assert report.other_clocks(log.contests) == ["CLOCKS more than 3% from ours, in rounds: a contest: all (1 of 3)"]
+
+
+def test_without_nvml_there_is_one_warning_and_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(nvml.ctypes, "CDLL", missing)
+    with pytest.warns(UserWarning, match="clock and power are not logged: libnvidia-ml.so.1: cannot open") as told:
+        assert nvml.gauge_of(torch.device("cuda")) is None
+    assert len(told) == 1
+
+
+def test_the_clock_is_read_after_the_end_is_recorded_and_before_it_is_waited_for(
+    cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.time(list, 1)
+    assert cuda.reading() is None  # without a gauge
+    waited = []
+
+    def between(start: Event, end: Event) -> clock.Reading:
+        assert start.at <= end.at
+        assert not waited
+        return clock.Reading(1_700, 650)
+
+    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
+    cuda.gauge = SimpleNamespace(between=between)
+    cuda.time(list, 1)
+    assert cuda.reading() == clock.Reading(1_700, 650)
+    assert len(waited) == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "visible", "asked"),
+    [
+        ({"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 1}, "5", "PciBusId_v2 b'00000000:1b:01.0'"),
+        ({}, "5,3", "Index_v2 5"),
+        ({}, "GPU-7f", "UUID b'GPU-7f'"),
+        ({}, "", "Index_v2 0"),
+    ],
+)
+def test_the_gauge_reads_the_gpu_that_torch_uses_while_it_works(
+    facts: dict[str, int], visible: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before the start of what is timed."""
+    calls, clocks = [], iter([1_000, 1_800, 1_900, 1_700])
+
+    def handle(name: str):
+        return lambda argument, _: calls.append(f"{name} {argument!r}")
+
+    def clock_info(device, which: int, into) -> None:
+        assert which == 1
+        into._obj.value = next(clocks)
+
+    def fields(device, count: int, into) -> None:
+        into._obj.value = 612_000
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetClockInfo=clock_info,
+        nvmlDeviceGetFieldValues=fields,
+        **{f"nvmlDeviceGetHandleBy{name}": handle(name) for name in ("PciBusId_v2", "Index_v2", "UUID")},
+    )
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(nvml.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**facts))
+    monkeypatch.setattr(nvml, "sleep", lambda seconds: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gauge = nvml.gauge_of(torch.device("cuda", 0))
+    start, end = (SimpleNamespace(query=iter(turns).__next__) for turns in ([False, True], [False, False, True]))
+    assert gauge.between(start, end) == clock.Reading(1_800, 612)
+    assert calls == [asked]
+    library.nvmlDeviceGetFieldValues = lambda *_: 3
+    library.nvmlDeviceGetPowerUsage = lambda device, into: setattr(into._obj, "value", 500_000)
+    assert gauge.watts() == 500
+    library.nvmlDeviceGetClockInfo = lambda *_: 3
+    with pytest.warns(UserWarning, match="nvmlDeviceGetClockInfo fails with error 3"):
+        assert nvml.gauge_of(torch.device("cuda", 0)) is None
 
 
 def test_a_target_that_was_not_measured_is_told_in_a_whole_run() -> None:

@@ -70,8 +70,8 @@ def test_an_old_python(machine: Path) -> None:
     ]
 
 
-def test_the_front_page_names_the_packages() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_on_installing_names_the_packages() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     for package in ("make", "g++", "python3-dev", "python3-venv", "gcc-c++", "python3-devel", "xcode-select --install"):
         assert package in page
 

@@ -31,8 +31,12 @@ STAND_INS = WORK / "rehearsal" / "bin"
 OUT = WORK / "rehearsal" / "out"
 
 ARCHITECTURE = "90-real"
-# The peers of the benchmarks, and those of their dependencies that the GPU machine lacks.
-WHEELS = ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "liger-kernel==0.8.5")
+# The peers of the benchmarks, and those of their dependencies that the GPU machine lacks. Of verl, its Triton kernels
+# alone are imported, which need none of verl's dependencies.
+WHEELS = (
+    *("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19"),
+    *("liger-kernel==0.8.5", "verl==0.9.1"),
+)
 MOST_BYTES = 64 << 20  # of the checkout and the bundle together
 FILES_BACK = 6
 CORES = 12  # what many parallel processes get of the GPU machine's 16 cores

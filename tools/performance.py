@@ -1,183 +1,230 @@
-"""Writes docs/performance.md and its picture from the results in benchmarks/results/.
+"""Writes docs/performance.md, its picture, and the page of each run, from the JSON in benchmarks/results.
 
     python tools/performance.py            # after a benchmark run whose result was committed
-    python tools/performance.py --check    # checks that both match the results; writes nothing
+    python tools/performance.py --check    # checks that all of them match the results; writes nothing
 
-No number of the page is typed by hand: tests/test_pages.py runs the check.
+No measured number of these pages is typed by hand: tests/test_pages.py runs the check.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import sys
-from collections import Counter
+from math import prod
 from pathlib import Path
-from typing import Any
 
 from performance_picture import MOST_BYTES, draw, words, words_in
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import page as pages
+from benchmarks.page import SPECIFIED, Row, Run
+from benchmarks.withdrawn import FULL_UPDATE, reasons
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURE = PAGE.with_suffix(".png")
+Result = tuple[Path, Run]
 
-TITLE = """# Performance
-"""
-NEVER_QUIET = """
-**No run on a CPU below had a quiet machine.** Its ratios are of the fastest of many rounds that were taken in turn; its
-times may still be too long.
-"""
-HEAD = """
-What the library costs, and what it is compared with. `tools/performance.py` writes this page from the results of whole
-benchmark runs in [`benchmarks/results`](../benchmarks/results); no number on it is typed.
+# The rows of a table: what the page says, the contest, and what ours is compared with. Rows of no run are left out.
+HEAD, MASKED = "linear_logprob_entropy forward", "with a sampling mask, added to a gradient"
+RATIO = "importance_ratio with its gradient, sequence"
+GPU_ROWS = (
+    ("`logprob_entropy`, forward", "logprob_entropy forward", "TRL's Triton kernel"),
+    ("its backward", "logprob_entropy backward, both gradients", "copy"),
+    ("forward, half of the rows masked", "logprob_entropy forward, half of the rows masked (right-padded)", "all rows"),
+    ("`select_tokens_from_logits`", "select_tokens_from_logits", "logprob_entropy"),
+    ("LM head, forward", f"{HEAD}, wide, bf16", "matmul"),
+    ("LM head, forward", f"{HEAD}, wide, bf16", "Liger's head"),
+    ("LM head, both ways", f"{HEAD} + backward, wide, bf16", "four products"),
+    ("LM head, both ways", f"{HEAD} + backward, wide, bf16", "Liger's head"),
+    (
+        "LM head, both ways, 10 % of the tokens",
+        f"{HEAD} + backward, 10% of the tokens, wide, bf16",
+        "Liger's head, all tokens",
+    ),
+    ("LM head, both ways, with a sampling mask, added to a gradient", f"{HEAD} + backward, {MASKED}", "all tokens"),
+    ("`topk_mask`, 10 %", "topk_mask of a batch, 10%", "topk + scatter"),
+    ("`topk_mask`, 10 % of one segment", "topk_mask of a segment, 10%", "topk + scatter"),
+    ("`max_variance_select`, groups", "max_variance_select, groups", "vectorised PyTorch"),
+    ("`max_variance_select`, one pool", "max_variance_select, pool", "vectorised PyTorch"),
+    ("`importance_ratio` of sequences, with its gradient", RATIO, "verl's formula"),
+    ("TRL's update of a 0.5B model: half of the rollouts, 10 % of their tokens", FULL_UPDATE, "GRPOTrainer"),
+    ("its peak memory, beyond the model", "TRL's update, peak memory beyond its model", "GRPOTrainer"),
+)
+CPU_ROWS = (
+    ("`logprob_entropy`, forward", "logprob_entropy forward", "TRL"),
+    ("`logprob_entropy`, forward", "logprob_entropy forward", "torch.compile"),
+    ("its backward", "logprob_entropy backward, both gradients", "TRL"),
+    ("LM head, both ways, with a sampling mask, added to a gradient", f"{HEAD} + backward, {MASKED}", "all tokens"),
+    ("`topk_mask`, 10 %", "topk_mask of a batch, 10%", "topk + scatter"),
+    ("`max_variance_select`, groups", "max_variance_select, groups", "vectorised PyTorch"),
+    ("`importance_ratio` of sequences, with its gradient", RATIO, "verl's formula"),
+)
+
+BEGIN = """# Performance
 
 ![how many times as fast the ops are as what is run today, op by op]({picture})
 
-How to read the tables: each row is one contest. All contenders are held in one run and take turns, round by round. Of
-each there are two times: its fastest round, and its median over the rounds.
+`tools/performance.py` writes this page from [`benchmarks/results`](../benchmarks/results).
 
-A CPU is judged by the ratio of the fastest rounds, a GPU by the median of the rounds' ratios. A CPU is shared, and the
-fastest of many rounds is what the work takes when nobody interferes; a GPU is not shared, and its rounds differ little.
+## On a GPU
 
-Behind a ratio stands its range. On a CPU the rounds are dealt in turn into three parts, from nine rounds on, and the
-range has the ratios of the three parts. On a GPU it is the interval in which the median lies with 95 % confidence, from
-six rounds on. A contender that takes very long is timed once; the range then allows for an error of 15 % in that time.
+A cell has our time, the other's, and their ratio, with its 95 % interval where that shows. A row without a size has the
+size above it.
 
-A peer is called as its users call it, and is checked to compute the same. "TRL" is TRL's own torch functions on the
-`[B, T, V]` logits that its users have. "Unsloth's head, in torch" is the code that Unsloth has for devices without
-Triton; its users have GPUs. "AVX2 alone" is this machine without its better instructions, in the library, in torch and
-in torch.compile.
-
-All contenders run with `THP_MEM_ALLOC_ENABLE=1`, with which torch takes large tensors in pages of 2 MiB: in pages of
-4 KiB, fresh memory takes longer here than what is done with it, and more so for what allocates more. On a CPU they run
-on one thread or on all, whichever is faster there: a core that the host has taken away for a moment makes the threads
-on the others wait.
-
-A target is written down before the run. It is met or missed if the whole range is on one side of it, and undecided
-otherwise; the notes below the table say what was measured to be the bottleneck.
-
-On a CPU two short probes, of reading memory and of a product of matrices, run before, between and after all rounds.
-The level of a probe is the rate that a tenth of them reach. A run is quiet if at most a tenth of its probes is more
-than 15 % below it; else its heading says so. On a GPU there is no such probe.
-
-To measure on your machine: `make bench` (some 24 minutes), on a GPU `make gpu`.
 """
-NO_GPU = """
-## GPUs
+SAID_PLAINLY = """
+- By its time and the bytes of the logits, the forward reads {rates}.
+- verl's formula is eager PyTorch. A compiled formula may be as fast as ours for ratios of tokens.
+- TRL's update ran in three rounds, so it has no interval. All its completions are full: there is no padding to skip.
+- It gains most from half of the rollouts. On all rollouts and tokens our LM head is slower than TRL's there, {our_head}
+  beside {trl}, because it makes float32 logits.
 
-No result of a GPU is committed yet: the CUDA kernels are compiled and emulated, and no time is claimed for them.
-[On GPUs](gpu.md) has what is known of them without one, and [`benchmarks/targets.py`](../benchmarks/targets.py) the
-targets.
+## Missed on a GPU
+
+"""
+WITHDRAWN = """
+## Withdrawn
+
+These figures stood here, and did not say what they seemed to say:
+
+"""
+NOT_QUIET = " It was not quiet: {low:,} of {probes:,} probes were slow, so its times may be too long."
+MEASURED = """
+## How it was measured
+
+Contenders take turns, round by round; warm-up and compilation are not timed. A ratio is the median of the rounds'
+ratios on a GPU, and that of the fastest rounds on a CPU, which is shared. A peer is called as its users call it, and is
+checked to compute the same. Targets are written down before a run. To measure on your machine: `make gpu`, or `make
+bench` on a CPU. Each machine's page has all targets, what bounds them, and every contender:
+
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is another")
     check = parser.parse_args().check
-    runs = newest()
-    shown = next(run for _, run in reversed(runs) if run["device"] == "cpu")
-    bars = "fastest rounds, with their range" if "judged_by" in shown else "dark bars are 95 % intervals"
-    heading = f"{heading_of(shown)}\nSIMD {shown['build_info']['simd']}; {bars}"
+    results = newest()
+    _, shown = results[0]
+    heading = f"{pages.heading(shown)}\nmedians; dark bars are their 95 % intervals"
+    wanted = {PAGE: page(results)} | {path.with_suffix(".md"): pages.page_of(path) for path in RESULTS.glob("*.json")}
     if not check:
-        PAGE.write_text(page(runs), encoding="utf-8")
+        for file, text in wanted.items():
+            file.write_text(text, encoding="utf-8")
         draw(PICTURE, heading, shown)
-    wrong = [
-        *([PAGE] if PAGE.read_text(encoding="utf-8") != page(runs) else []),
-        *([PICTURE] if words_in(PICTURE) != words(heading, shown) or PICTURE.stat().st_size > MOST_BYTES else []),
-    ]
+    wrong = [file for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+    if words_in(PICTURE) != words(heading, shown) or PICTURE.stat().st_size > MOST_BYTES:
+        wrong.append(PICTURE)
     for file in wrong:
         print(f"{file.relative_to(ROOT)} is not what benchmarks/results say: run python tools/performance.py")
     return int(bool(wrong))
 
 
-def page(runs: list[tuple[Path, dict[str, Any]]]) -> str:
-    quiet = [run["quiet"] is None or run["quiet"]["quiet"] for _, run in runs if run["device"] == "cpu"]
-    head = HEAD.format(picture=PICTURE.name)
+def newest() -> list[Result]:
+    """The latest run of each machine without what was withdrawn, GPUs first, the newest first."""
+    runs = {}
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem[-10:]):
+        run = pages.read(path)
+        runs[run["machine"]] = path, run
+    return sorted(runs.values(), key=lambda result: (result[1]["device"], result[1]["date"]), reverse=True)
+
+
+def page(results: list[Result]) -> str:
+    gpus = [run for _, run in results if run["device"] == "cuda"]
+    cpus = [run for _, run in results if run["device"] == "cpu"]
     parts = [
-        TITLE,
-        *([] if any(quiet) or not quiet else [NEVER_QUIET]),
-        head,
-        *(section(path, run) for path, run in runs),
+        BEGIN.format(picture=PICTURE.name),
+        comparisons(GPU_ROWS, gpus),
+        said_plainly(gpus),
+        missed(gpus),
+        WITHDRAWN,
+        *(f"- {reason}\n" for reason in dict.fromkeys(why for path, _ in results for why in reasons(path.stem))),
+        "\n## On a CPU\n\n",
+        *(f"{counts(run)}{'' if run['quiet']['quiet'] else NOT_QUIET.format(**run['quiet'])}\n\n" for run in cpus),
+        comparisons(CPU_ROWS, cpus),
+        MEASURED,
+        *(f"- [{pages.heading(run)}](../benchmarks/results/{path.stem}.md)\n" for path, run in results),
     ]
-    if all(run["device"] == "cpu" for _, run in runs):
-        parts.append(NO_GPU)
     return "".join(parts)
 
 
-def newest() -> list[tuple[Path, dict[str, Any]]]:
-    """The latest run of each machine."""
-    runs: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem[-10:]):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        runs[run["machine"]] = path, run
-    return list(runs.values())
+def comparisons(rows: tuple[tuple[str, str, str], ...], runs: list[Run]) -> str:
+    """One column for each run; the size is that of the first run which has the row."""
+    lines, last = [], ""
+    for label, contest, other in rows:
+        found = [row_of(run, contest, other) for run in runs]
+        size = next((row["size"] for row in found if row), None)
+        if size is not None:
+            lines.append((label if size == last else f"{label}, {size}", other, *map(cell, found)))
+            last = size
+    return pages.table(("what", "beside", *map(pages.name_of, runs)), lines) + "\n"
 
 
-def section(path: Path, run: dict[str, Any]) -> str:
-    judged = [row for row in run["targets"] if row["bound"]]
-    outcomes = Counter(row["outcome"] for row in judged)
-    told = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in outcomes)
-    others = [row for row in run["targets"] if not row["bound"] and row["ours"]]
-    parts = [
-        f"\n## {heading_of(run)}\n",
-        f"{circumstances(run)} Of {len(judged)} targets{judged_by(run)}: {told}.\n",
-        table(("what", "ours", "against", "ratio", "target"), [judged_cells(row) for row in judged]),
-        notes(path),
-        "Measured in the same run, without a target:\n",
-        table(("what", "ours", "against", "ratio"), [cells(row) for row in others]),
-        f"Every contender, with intervals and rounds: [`{path.stem}.md`](../benchmarks/results/{path.stem}.md).\n",
-    ]
-    return "\n".join(part for part in parts if part)
+def row_of(run: Run, contest: str, other: str) -> Row | None:
+    return next((row for row in run["targets"] if row["what"] == contest and against(row) == other), None)
 
 
-def judged_by(run: dict[str, Any]) -> str:
-    """The rule by which a run was judged; empty for early results, which do not name it: there was only one rule."""
-    return f", judged by {run['judged_by']}" if "judged_by" in run else ""
+def against(row: Row) -> str:
+    return row["against"].partition(":")[0]
 
 
-def heading_of(run: dict[str, Any]) -> str:
-    noisy = run["quiet"] and not run["quiet"]["quiet"]
-    return f"{name_of(run)}, {run['date']}{', not quiet' if noisy else ''}"
+def cell(row: Row | None) -> str:
+    if row is None:
+        return "not measured"
+    ours, theirs, ratio = map(shortened, (row["ours"], row["against"].partition(": ")[2], row["value"]))
+    return f"{ours}, {theirs}: {ratio}"
 
 
-def name_of(run: dict[str, Any]) -> str:
-    return f"{run['cpu']}, {run['cores']} cores" if run["device"] == "cpu" else str(run["gpu"])
+def shortened(text: str) -> str:
+    """Without the other time, median or fastest, and without an interval that does not show in the digits."""
+    text = re.sub(r"; median [^)]*| \((median|fastest) [^)]*\)", "", text)
+    return pages.plain(re.sub(r"^([\d.]+)(\D*) \(\1 to \1\)$", r"\1\2", text))
 
 
-def circumstances(run: dict[str, Any]) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
-    speed = " and ".join(f"{rate:.1f} GB/s ({what})" for what, rate in run["gigabytes_per_second"].items())
-    if run["device"] == "cpu":
-        said = [run[key]["said"] for key in ("threads_tried", "quiet") if run.get(key)]
-        machine = f"commit {run['commit']}; SIMD {run['build_info']['simd']}; memory at {speed or 'no known rate'}."
-        return " ".join([f"{versions}; {machine}", *said])
-    products = " and ".join(f"{rate:.0f} TFLOP/s ({what})" for what, rate in run["teraflops"].items())
-    driver = f"driver {run['driver']}, CUDA {run['cuda']}, Triton {run['triton']}"
-    failed = f" {len(run['failed'])} of its benchmarks failed or did not end." if run["failed"] else ""
-    return f"{versions}; {driver}; commit {run['commit']}; memory at {speed or 'no known rate'}; {products}.{failed}"
+def said_plainly(gpus: list[Run]) -> str:
+    contest = gpus[0]["contests"][FULL_UPDATE]
+    our_head, trl = (
+        pages.duration(contest[name]["median_seconds"]) for name in ("GRPOTrainer with our LM head", "GRPOTrainer")
+    )
+    rates = [bytes_a_second(run) for run in gpus if pages.name_of(run) in SPECIFIED]
+    return SAID_PLAINLY.format(rates=" and ".join(rates), our_head=our_head, trl=trl)
 
 
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    what = f"{row['what']}, {row['size']}" if row["size"] else row["what"]
-    return what, row["ours"], row["against"], row["value"]
+def bytes_a_second(run: Run) -> str:
+    """The forward reads each logit once."""
+    timing = run["contests"]["logprob_entropy forward"]["d3s_kernels"]
+    *shape, dtype = timing["size"].replace(",", "").replace(" x ", " ").split()
+    rate = prod(map(int, shape)) * {"bfloat16": 2}[dtype] / timing["median_seconds"]
+    name = pages.name_of(run)
+    return f"{rate / 1e12:.2f} TB/s on {name} (specified: {SPECIFIED[name] / 1e12:.3g})"
 
 
-def judged_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    outcome = row["outcome"] if row["outcome"] == "met" else f"**{row['outcome']}**"
-    return *cells(row), f"{row['bound']}: {outcome}"
+def missed(runs: list[Run]) -> str:
+    """How many targets were met, and a table of the others, where all calls share a row, and all ratios."""
+    found: dict[tuple[str, str], list[list[Row]]] = {}
+    for index, run in enumerate(runs):
+        for row in run["targets"]:
+            if row["outcome"] == "missed":
+                what = re.sub(r"^overhead of \w+", "overhead of a call", re.sub(r", \d+%$", "", row["what"]))
+                what += f", beside {against(row)}" if row["against"] else ""
+                found.setdefault((what, row["bound"]), [[] for _ in runs])[index].append(row)
+    lines = [(what, bound, *map(span, of_runs)) for (what, bound), of_runs in found.items()]
+    names = map(pages.name_of, runs)
+    return f"{' '.join(map(counts, runs))}\n\n{pages.table(('missed', 'target', *names), lines)}\n"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+def counts(run: Run) -> str:
+    return f"**{pages.name_of(run)}.** {pages.outcomes(run)}"
 
 
-def notes(path: Path) -> str:
-    """The hand-written notes on a result, or an empty text."""
-    file = path.with_name(f"{path.stem}-notes.md")
-    return file.read_text(encoding="utf-8") if file.exists() else ""
+def span(rows: list[Row]) -> str:
+    """The least and the largest value, in the unit of the target."""
+    values = [row["value"].split()[0] for row in sorted(rows, key=lambda row: row["verdict"]["value"])]
+    return " to ".join(dict.fromkeys([values[0], values[-1]])) if values else "not missed"
 
 
 if __name__ == "__main__":

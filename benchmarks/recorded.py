@@ -1,0 +1,70 @@
+"""Lengths, rewards and entropies of a real model's answers, in the sizes of a contest.
+
+`recorded.json` has 64 answers of SmolLM2-135M to eight word problems, of at most 128 tokens (tools/record_answers.py).
+A model with random weights cannot replace them: all its tokens have nearly the same entropy, so that |advantage| x
+entropy ranks tokens by their rollout, and all its completions are as long as the limit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import d3s_kernels as d3s
+
+FILE = Path(__file__).with_name("recorded.json")
+LEVELS = 1_000  # entropies are hundredths of a nat, below 10 nats
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of whole groups, one row each, as columns of a generation batch. Padding is on the right."""
+
+    mask: Tensor  # bool [rows, completion]
+    levels: Tensor  # entropies in hundredths of a nat, int64 [rows, completion]
+    advantages: Tensor  # float32 [rows]
+
+
+def answers(rows: int, completion: int, *, full: bool = False) -> Answers:
+    """The first `rows` answers; their lengths are recorded for a limit of 128 tokens and scaled to `completion`.
+
+    An answer's entropies follow each other, again from the first one after the last one, until the answer is long
+    enough: an answer of 42 of 128 tokens gives one of 336 of 1,024 with the same entropies eight times. With `full`,
+    all answers have `completion` tokens.
+    """
+    groups = recorded()["groups"]
+    size = len(groups[0]["answers"])
+    if rows % size or rows > size * len(groups):
+        raise ValueError(f"rows: got {rows}; takes a multiple of {size}, at most {size * len(groups)}")
+    chosen = groups[: rows // size]
+    rewards = torch.tensor([[float(answer["reward"]) for answer in group["answers"]] for group in chosen])
+    each = [torch.tensor(answer["entropy"]) for group in chosen for answer in group["answers"]]
+    lengths = torch.tensor([len(levels) for levels in each])
+    scaled = (lengths * completion / recorded()["limit"]).round().long().clamp(min=1)
+    if full:
+        scaled = torch.full_like(scaled, completion)
+    place = torch.arange(completion)
+    levels = torch.stack([levels[place % len(levels)] for levels in each])
+    return Answers(place < scaled.unsqueeze(1), levels, d3s.group_advantages(rewards).flatten())
+
+
+def tokens_of(levels: Tensor, vocabulary: int, generator: torch.Generator) -> Tensor:
+    """Random tokens from which :func:`entropy_of` reads the levels again."""
+    turns = torch.randint(vocabulary // LEVELS, levels.shape, generator=generator)
+    return turns * LEVELS + levels
+
+
+def entropy_of(tokens: Tensor) -> Tensor:
+    """The recorded entropies, in nats, of tokens that :func:`tokens_of` made."""
+    return (tokens % LEVELS).float() / 100
