@@ -86,7 +86,8 @@ def without_code(architectures: str, capability: tuple[int, int]) -> str:
     if capability < OLDEST:
         return said + "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"
     wanted = ";".join([*architectures.split(), "{}{}-real".format(*capability)])
-    return said + f"in a clone, this compiles it: pip install -C cmake.define.CMAKE_CUDA_ARCHITECTURES='{wanted}' ."
+    setting = f"-C cmake.define.CMAKE_CUDA_ARCHITECTURES='{wanted}'"
+    return said + f"in a clone, this compiles it: pip install --no-build-isolation {setting} ."
 
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:

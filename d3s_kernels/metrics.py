@@ -33,9 +33,9 @@ logged if an ``off_policy_rule``, or a trainer's own correction, may leave token
 """
 
 SAMPLING_NAMES = {
-    "d3s/set_size_mean": "tokens that a token was drawn from; the mean over the tokens of all rollouts",
-    "d3s/set_size_p99": "of 100 tokens, 99 were drawn from at most so many tokens",
-    "d3s/set_singletons": "share of the tokens that were drawn from one token alone",
+    "d3s/set_size_mean": "size of the set that a token was drawn from; the mean over the tokens of all rollouts",
+    "d3s/set_size_p99": "the 99th percentile of the sizes of these sets",
+    "d3s/set_singletons": "share of the tokens whose set has only one id",
     "d3s/set_mass": "probability of a token's set before tokens were left out; the mean, where it is known",
     "d3s/set_head_flops_saved": "share of the LM head's FLOPs that the sets save: 1 - columns computed / all columns",
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # D3S in verl 0.9.1: GRPO with the trainer mode d3s_sync, on one node of eight GPUs.
 #
-#     pip install '.[verl]'
+#     pip install --no-build-isolation '.[verl]'
 #     examples/verl_d3s.sh trainer.total_epochs=2         # further options of verl follow
 #
 # It has not been run as a whole: that takes GPUs and vLLM. What is tested, on a CPU (tests/verl/test_verl_example.py):
