@@ -7,12 +7,13 @@
     python -m benchmarks --rehearse      checks that each of a GPU's contests runs, on the CPU and on small inputs
     python -m benchmarks --from FILE...  measures nothing: makes the page from these logs
 
-Each contest is written to contests.jsonl when it ends: for a whole run on a CPU in .benchmarks/, on a GPU in the folder
-of the results. However a run ends, `--from` makes the page from that file, and `--resume` runs the contests that have
-not ended. On a GPU the most important contests come first, and `--headlines` runs only these. `--seconds` starts no
-contest after so many seconds.
+When a contest ends, it is written to the file contests.jsonl. For a whole run on a CPU, this file is in .benchmarks/;
+on a GPU, it is in the folder of the results. Even after an interrupted run, `--from` makes the page from this file, and
+`--resume` runs the remaining contests. On a GPU the most important contests come first, and `--headlines` runs only
+these. With `--seconds`, no contest starts after this number of seconds.
 
-If a run on a CPU was disturbed, its title says so (quiet.py). A missed target is no error; a failed benchmark is.
+If a run on a CPU was disturbed, its title says so (quiet.py). A missed target is not an error, but a failed benchmark
+is an error.
 """
 
 import argparse
@@ -42,6 +43,7 @@ from .sizes import rollouts, sizes_for
 from .targets import (
     AVX2_ENVIRONMENT,
     FULL_COMPLETIONS,
+    SMALL_VOCABULARY,
     STEP_CONTEST,
     STEP_MEMORY,
     TARGETS,
@@ -94,9 +96,10 @@ def main() -> int:
     peaks = peak_memory(options, log.contests)
     logits = describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16)
     allowed = None if on_gpu else memory.allowed(sizes)
+    vocabulary = sizes.vocabulary if on_gpu else SMALL_VOCABULARY
     judged += report.memory_line(memory.FORWARD, logits, peaks[memory.FORWARD], short=options.short, allowed=allowed)
     judged += report.memory_line(
-        memory.STEP, rollouts(sizes), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
+        memory.STEP, rollouts(sizes, vocabulary), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
     )
 
     seen = quiet_of(log)
@@ -140,7 +143,9 @@ def arguments() -> argparse.Namespace:
 
 
 def log_file(options: argparse.Namespace, folder: Path) -> Path:
-    """The file to which contests are written when they end. After a whole run it is kept, so that a call can resume."""
+    """The file to which contests are written when they end. It is kept after a whole run, so that a later call can
+    resume the run.
+    """
     if options.device == "cpu" and (options.short or options.only):
         return folder / "contests.jsonl"
     file = (options.out if options.device == "cuda" else HERE.parent / ".benchmarks") / "contests.jsonl"
@@ -154,7 +159,7 @@ def log_file(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def use_threads(log: Log) -> None:
-    """Sets the number of threads for all contenders, in this process and in those that it starts."""
+    """Sets the number of threads for all contenders, in this process and in the processes that it starts."""
     if tried := log.facts.get("threads_tried"):
         torch.set_num_threads(tried["chosen"])
         os.environ["OMP_NUM_THREADS"] = str(tried["chosen"])
@@ -173,7 +178,9 @@ def measure(options: argparse.Namespace, file: Path) -> tuple[Log, bool]:
 
 
 def apart(options: argparse.Namespace) -> list[tuple[str, dict[str, str]]]:
-    """The files that run in processes of their own, and the environments: AVX2 alone, if the CPU has more; Unsloth."""
+    """The files that run in processes of their own, each with the environment of its process. One file uses only AVX2,
+    and runs if the CPU has better instructions. The other file is for Unsloth.
+    """
     if options.device != "cpu":
         return []
     files = []
@@ -224,7 +231,9 @@ STOPPED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
 
 
 def ended(child: subprocess.Popen[bytes]) -> int:
-    """The exit status, even if this process is interrupted: the child then has GRACE seconds to end."""
+    """The child's exit status. If this process is interrupted, it waits at most GRACE seconds, and then kills the
+    child.
+    """
     try:
         return child.wait()
     except KeyboardInterrupt:
@@ -238,7 +247,9 @@ def ended(child: subprocess.Popen[bytes]) -> int:
 
 
 def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
-    """Bytes by contest and contender. On a GPU the contests have measured them; on a CPU each takes a process."""
+    """Peak bytes by contest and contender. On a GPU, the contests have measured them. On a CPU, they are measured here,
+    each contender in a process of its own.
+    """
     if options.device == "cuda":
         held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, {FULL_COMPLETIONS}, 0.5B"}
         return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}
@@ -246,7 +257,7 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
 
 
 def sources_of(contests: dict[str, Contenders]) -> dict[str, Any]:
-    """The contests that no page shows, since others are computed from them."""
+    """The contests that were measured only to compute other contests from them. No page shows them."""
     return {
         contest: {name: report.of_contender(timing) for name, timing in rivals.items()}
         for contest, rivals in contests.items()

@@ -1,5 +1,6 @@
-"""Selection across two ranks, each a process with one thread, against two alternatives: each rank selecting alone, and
-gathering everything before selecting, as trainers do.
+"""Selection across two ranks; each rank is a process with one thread. It is compared with two alternatives: each rank
+selects only from its own values; or, as in trainers, all values are gathered first, and then every rank selects from
+all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forwards from logits, and the LM head in half precision, on a processor whose best instructions are AVX2.
 
 `python -m benchmarks` runs this file in a process of its own, in which the library, torch's own loops and torch.compile
-use no better instructions. So the yardsticks are those of such a processor too.
+use no better instructions. So the yardsticks, too, show what such a processor can do.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""How fast this machine reads and copies memory, which limits every op that reads logits; and on a GPU, how fast it
-multiplies, which limits the LM head.
+"""Measures how fast this machine reads and copies memory, which limits every op that reads logits. On a GPU, also
+measures how fast it multiplies matrices, which limits the LM head.
 """
 
 import pytest

@@ -119,7 +119,9 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="Liger's head runs on a GPU")
 def test_liger(contest: Contest, sizes: Sizes) -> None:
-    """At the shape for which Liger publishes times on an H100. Liger's head runs too, if this machine has it."""
+    """Runs our head at the shape for which Liger publishes times on an H100. Liger's head also runs, if it is
+    installed.
+    """
     features, vocabulary = LIGERS
     like = replace(sizes, wide=features, vocabulary=vocabulary) if sizes.wide == 3_584 else sizes
     hidden, weight, labels = inputs.lm_head(like, "wide", torch.bfloat16)
@@ -146,7 +148,9 @@ def test_liger(contest: Contest, sizes: Sizes) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="benchmarks/verl_head.py has it on a CPU, from verl")
 def test_verl(contest: Contest, sizes: Sizes) -> None:
-    """In contests of their own, since importing Liger takes nine seconds, and Triton tries verl's kernels out."""
+    """These peers have their own contests because they start slowly: importing Liger takes nine seconds, and for verl's
+    kernels Triton first tries several variants.
+    """
     hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
     gradient = inputs.advantages(len(labels))
     kernel = peers.verl_kernel()
@@ -173,7 +177,7 @@ def test_verl(contest: Contest, sizes: Sizes) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="bench_unsloth.py has it on a CPU")
 def test_unsloth(contest: Contest, sizes: Sizes) -> None:
-    """The last of all contests, since importing Unsloth changes others' code."""
+    """These contests come last, since importing Unsloth changes the code of other packages."""
     beside_unsloth(contest, sizes)
 
 
@@ -214,7 +218,7 @@ def test_workspace_of_a_step(contest: Contest, sizes: Sizes) -> None:
 
 
 def test_accumulated_gradients(contest: Contest, sizes: Sizes) -> None:
-    """10 % of the tokens have a gradient, and the weight's gradient is added to that of other micro-batches."""
+    """10 % of the tokens have a gradient. The weight's gradient is added to the gradient of other micro-batches."""
     hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
     every = inputs.advantages(len(labels))
     few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
@@ -271,8 +275,8 @@ def of_peer(head: Callable, labels: torch.Tensor) -> Callable[..., torch.Tensor]
 
 
 def torchs(precision: str, bind: Callable[[Callable], Work]) -> dict[str, Work | None]:
-    """torch's own head, as it is and in chunks. On a CPU it is compared only where ours is fastest; its chunks would
-    take minutes there.
+    """torch's own head, with its default options and in chunks. On a CPU, it is compared only in bfloat16, where our
+    head is fastest, and not in chunks, since these would take minutes.
     """
     if not peers.ON_GPU and precision != "bf16":
         return {}

@@ -29,7 +29,7 @@ def labels(sizes: Sizes) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable | None:
-    """The compiled peer; None on a GPU, where `test_compiled` has it, since compiling takes many seconds."""
+    """The compiled peer. None on a GPU: there `test_compiled` times it, since compiling takes many seconds."""
     return None if peers.ON_GPU else peers.compiled(peers.shifted)
 
 
@@ -62,8 +62,8 @@ def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
 
 
 def half_a_copy(logits: torch.Tensor) -> Work:
-    """A copy that moves as many bytes as reading the logits. torch's sum does not always read as fast as the memory
-    allows.
+    """A copy of half of the logits: it reads and writes as many bytes as an op that reads all logits. It is a second
+    yardstick because torch's sum does not always read as fast as the memory allows.
     """
     source = logits.flatten()[: logits.numel() // 2]
     target = torch.empty_like(source)
@@ -186,7 +186,7 @@ def half(pattern: str, labels: torch.Tensor) -> torch.Tensor:
 
 
 def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor) -> Work:
-    """The backward pass alone; with one gradient, that of the log-probability only."""
+    """Only the backward pass. If one gradient is given, it is the gradient of the log-probability."""
     leaf = logits.detach().requires_grad_()
 
     def forward() -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,7 @@
 """Importance ratios of tokens, sequences and groups, forward and with gradient; and ESPO's groups and clip ranges.
 
-Trainers' masks are int64, and the peers use them directly. Ours takes bool masks, which a trainer makes once for all
-calls on a batch; the yardstick `mask.bool()` measures that cost.
+Trainers' masks are int64, and the peers use them directly. Ours takes bool masks. A trainer converts its mask to bool
+once for all calls on a batch; the yardstick `mask.bool()` measures the cost of this conversion.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Tokens:
         self.groups = d3s.entropy_groups(self.entropy, self.present, (QUANTILE,))
 
     def others(self, level: str) -> tuple[Tensor, ...]:
-        """What ratios of this level take besides log-probabilities."""
+        """The arguments for ratios of this level, besides the log-probabilities."""
         return {"token": (), "sequence": (self.present, self.mask), "entropy_group": (self.groups,)}[level]
 
 
@@ -136,17 +136,17 @@ def forward_and_backward(
 
 
 def source_of(moved: int) -> Tensor:
-    """What a copy reads that moves this number of bytes."""
+    """A tensor whose copy moves this number of bytes: the bytes read and the bytes written, together."""
     return inputs.entropies(1, moved // 8)
 
 
 def copy(source: Tensor, *_: Tensor) -> Tensor:
-    """Into memory from the same allocator."""
+    """Copies into memory from the same allocator."""
     return torch.empty_like(source).copy_(source)
 
 
 def close_in_completions(present: Tensor, tolerance: float) -> Agree:
-    """Outside the mask peers differ from ours."""
+    """Compares only the tokens inside the mask: outside of it, the peers return other ratios than ours."""
 
     def agree(name: str, ours: Tensor, theirs: Tensor) -> None:
         close(tolerance)(name, ours.where(present, 1.0), theirs.where(present, 1.0))

@@ -35,9 +35,11 @@ def ours(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def in_turn(kept: inputs.Kept, vocabulary: int, itemsize: int) -> Inputs:
-    """Other kept tokens in each call. The logits of the same ones, few as they are, would stay in a GPU's cache."""
-    step = 149  # tokens from each set to the next, so that a span's own tokens are not those of the next set
-    new = 0.7  # a set's share of logits that no other set has; long spans have some in common
+    """Gives each call other kept tokens. If all calls had the same kept tokens, their few logits would stay in a GPU's
+    cache.
+    """
+    step = 149  # each set has the ids of the previous set plus 149, so that a span has other tokens in the next set
+    new = 0.7  # the share of a set's logits that are in no other set; long spans share some logits
 
     @cache  # the sets are the same for all contenders
     def further(place: int) -> tuple[inputs.Kept]:
@@ -63,7 +65,7 @@ def test_forward(contest: Contest, logits, kept, size) -> None:
 
 
 def test_forward_and_backward(contest: Contest, logits, kept, size) -> None:
-    """With the same kept tokens in each call: the dense gradient alone is larger than any cache."""
+    """All calls have the same kept tokens, since the dense gradient alone is larger than any cache."""
     gradients = inputs.advantages(*kept.labels.shape), inputs.entropies(*kept.labels.shape)
 
     def step(function: Callable[[Tensor, inputs.Kept], tuple[Tensor, Tensor]]) -> Work:

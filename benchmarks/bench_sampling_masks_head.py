@@ -11,7 +11,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 
 from . import inputs, peers
-from .clock import Once, Work
+from .clock import Slow, Work
 from .harness import Contest, close, describe
 from .sizes import SHORT, Sizes
 
@@ -51,7 +51,7 @@ def every_token(head: Head, kept: inputs.Kept) -> Work:
     """A step over all tokens. It is the same for all spans, and takes 40 s on two cores without instructions for
     bfloat16.
     """
-    return Once(step(dense, head, kept, weight_grad_into=head.weight_grad, max_grad_rows=len(head.hidden)))
+    return Slow(step(dense, head, kept, weight_grad_into=head.weight_grad, max_grad_rows=len(head.hidden)))
 
 
 def ours(hidden: Tensor, weight: Tensor, kept: inputs.Kept, **options: object) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,9 @@ def dense(hidden: Tensor, weight: Tensor, kept: inputs.Kept, **options: object) 
 
 
 def step(loss: Loss, head: Head, kept: inputs.Kept, **options: object) -> Work:
-    """Forward and backward: the gradient of the hidden states, and that of the weight if it is not added elsewhere."""
+    """Forward and backward. Returns the gradient of the hidden states and, without `weight_grad_into`, also of the
+    weight.
+    """
     hidden, weight = (part.detach().requires_grad_() for part in head[:2])
     wanted = [hidden] if "weight_grad_into" in options else [hidden, weight]
     gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))
@@ -75,7 +77,7 @@ def rivals(sizes: Sizes, bind: Callable[[Loss], Work]) -> dict[str, Work | None]
     affordable = peers.ON_GPU or sizes == SHORT
     return {
         "all logits, then gather": bind(peers.all_logits) if affordable else None,
-        "kept columns in PyTorch, padded": Once(bind(peers.kept_columns_padded)),
+        "kept columns in PyTorch, padded": Slow(bind(peers.kept_columns_padded)),
         "kept columns in PyTorch": bind(peers.kept_columns),
     }
 
@@ -94,7 +96,7 @@ def test_forward(contest: Contest, sizes: Sizes, head: Head, kept: inputs.Kept) 
         size_of(head, kept),
         bind(ours),
         peers=rivals(sizes, bind),
-        yardsticks={"all tokens": Once(bind(dense))},
+        yardsticks={"all tokens": Slow(bind(dense))},
         agree=close(0.2),  # PyTorch rounds logits, and the products that it sums, to bfloat16
     )
 
@@ -124,7 +126,9 @@ def test_added_to_a_gradient(contest: Contest, sizes: Sizes, head: Head, every_t
 
 
 def close_where_kept(kept: inputs.Kept, tolerance: float):
-    """Gradients agree within a relative error in norm; the weight's is compared in the rows of kept tokens alone."""
+    """Gradients agree within a relative error in norm. The weight's gradient is compared only in the rows of kept
+    tokens.
+    """
     rows = kept.mask.token_ids.unique()
 
     def agree(name: str, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:

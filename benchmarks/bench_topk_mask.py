@@ -16,9 +16,9 @@ from .harness import Contest, describe, same_kept
 from .sizes import Sizes
 from .targets import FLASHINFER, RAGGED
 
-# FlashInfer measures a prefill of four requests with 128 rows each, and every row has one score more than the row
-# before. With these lengths of the last rows, the least, mean and longest length of all rows are those that FlashInfer
-# states.
+# The number of scores in the last row of each request. FlashInfer measures a prefill of four requests with 128 rows
+# each; every row has one score more than the row before it. With the numbers below, the shortest, mean and longest
+# length of all rows are as FlashInfer states them.
 LAST_ROWS = 502, 6_389, 9_389, 12_411
 
 
@@ -78,7 +78,9 @@ def prefill(rows_of_each: int, longest: int) -> Tensor:
 
 
 def same_kept_of_rows(present: Tensor, share: float) -> Callable[[str, Any, Any], None]:
-    """Ours is a flat mask. A peer returns a mask of padded rows, or flat indices, with -1 if a row has too few."""
+    """Compares our flat mask with a peer's result: either a mask of padded rows, or flat indices. If a row has too few
+    scores, some of its indices are -1.
+    """
 
     def agree(name: str, ours: Tensor, theirs: Tensor) -> None:
         if theirs.dtype == torch.bool:

@@ -1,6 +1,7 @@
 """The Triton kernels, which serve GPUs without the CUDA library, compared with that library where both run.
 
-They are called directly, without dispatcher and checks, because the back-end cannot be switched between turns.
+The Triton kernels are called directly, without dispatcher and checks, because the back-end cannot be switched between
+turns.
 """
 
 import pytest
@@ -40,7 +41,7 @@ def test_forward(contest: Contest, sizes: Sizes) -> None:
 
 
 def test_few_rows(contest: Contest, sizes: Sizes) -> None:
-    """Fewer slices of rows than programs that the GPU can run at the same time."""
+    """A batch of few rows: the GPU could run more programs at the same time than there are slices of rows."""
     logits, labels = (tensor.flatten(0, 1)[:FEW_ROWS].clone() for tensor in inputs.logits_and_labels(sizes))
     contest(
         in_triton("logprob_entropy forward, few rows"),

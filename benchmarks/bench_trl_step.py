@@ -3,12 +3,14 @@
 import pytest
 
 from . import inputs, trl_peers
+from .computed import FEW, MORE, SOURCE, WITH_FEW
 from .harness import Contest
 from .sizes import Sizes, rollouts
-from .targets import COMPUTED_FROM, FULL_COMPLETIONS, LAYERS, RECORDED, SEVEN_BILLION, SMALL_MODEL, STEP_CONTEST
+from .targets import FULL_COMPLETIONS, RECORDED, SMALL_MODEL, SMALL_VOCABULARY, STEP_CONTEST
 
-SHAPES = ["0.5B", *(f"{SEVEN_BILLION}, {few} of {LAYERS} layers" for few in COMPUTED_FROM)]
-BY_DEVICE = SHAPES if inputs.contests_of == "cuda" else [SMALL_MODEL]
+LENGTHS = [RECORDED, FULL_COMPLETIONS]
+SHAPE = "0.5B" if inputs.contests_of == "cuda" else SMALL_MODEL
+MODEL = SMALL_MODEL if inputs.device.type == "cpu" else SHAPE  # a rehearsal has a GPU's contests, but the CPU's model
 
 
 @pytest.fixture(autouse=True)
@@ -19,22 +21,20 @@ def trls_trainer() -> None:
 
 
 @pytest.fixture
-def model(shape: str) -> str:
-    """The shape of the model. A rehearsal runs a GPU's contests, but with the CPU's model."""
-    return SMALL_MODEL if inputs.device.type == "cpu" else shape
+def size(sizes: Sizes) -> str:
+    return rollouts(sizes, SMALL_VOCABULARY if MODEL == SMALL_MODEL else sizes.vocabulary)
 
 
-@pytest.mark.parametrize("shape", BY_DEVICE)
-@pytest.mark.parametrize("lengths", [RECORDED, FULL_COMPLETIONS])
-def test_update(contest: Contest, sizes: Sizes, lengths: str, shape: str, model: str) -> None:
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_update(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None:
     from .trl_step import GRPO, GRPO_OUR_HEAD, OURS, OURS_PASS, OURS_ROLLOUTS, Update
 
     def of(name: str) -> Update:
-        return Update(name, sizes, model, full=lengths == FULL_COMPLETIONS)
+        return Update(name, sizes, MODEL, full=lengths == FULL_COMPLETIONS)
 
     contest(
-        f"{STEP_CONTEST}, {lengths}, {shape}",
-        rollouts(sizes),
+        f"{STEP_CONTEST}, {lengths}, {SHAPE}",
+        size,
         of(OURS),
         peers={GRPO: of(GRPO)},
         yardsticks={name: of(name) for name in (GRPO_OUR_HEAD, OURS_ROLLOUTS, OURS_PASS)},
@@ -42,25 +42,46 @@ def test_update(contest: Contest, sizes: Sizes, lengths: str, shape: str, model:
     )
 
 
-@pytest.mark.parametrize("shape", BY_DEVICE[:1])
-def test_known_tokens(contest: Contest, sizes: Sizes, shape: str, model: str) -> None:
-    from .trl_step import KnownUpdate
+@pytest.mark.skipif(inputs.contests_of == "cpu", reason="a CPU takes minutes for it")
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_whole_model(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None:
+    """Two models with few layers, in turns, from which the time of the whole one is computed."""
+    from .trl_step import GRPO, OURS, OURS_ROLLOUTS, Update
+
+    def of(name: str, layers: int) -> Update:
+        model = SMALL_MODEL if MODEL == SMALL_MODEL else f"7B, {layers} layers"
+        return Update(name, sizes, model, full=lengths == FULL_COMPLETIONS)
 
     contest(
-        f"TRL's update, 10% of the tokens chosen before it, {RECORDED}, {shape}",
-        rollouts(sizes),
-        KnownUpdate(sizes, model, cut=True),
-        yardsticks={"all tokens forwarded": KnownUpdate(sizes, model, cut=False)},
+        f"{STEP_CONTEST}, {lengths}, {SOURCE}",
+        size,
+        of(OURS, MORE),
+        peers={GRPO: of(GRPO, MORE)},
+        yardsticks={OURS_ROLLOUTS: of(OURS_ROLLOUTS, MORE)}
+        | {f"{name}{WITH_FEW}": of(name, FEW) for name in (OURS, GRPO, OURS_ROLLOUTS)},
+        with_range=True,
     )
 
 
-@pytest.mark.parametrize("shape", BY_DEVICE[:1])
-def test_useless_rollouts(contest: Contest, sizes: Sizes, shape: str, model: str) -> None:
+def test_known_tokens(contest: Contest, sizes: Sizes, size: str) -> None:
+    from .trl_step import KnownUpdate
+
+    contest(
+        f"TRL's update, 10% of the tokens chosen before it, {RECORDED}, {SHAPE}",
+        size,
+        KnownUpdate(sizes, MODEL, cut=True),
+        yardsticks={"all tokens forwarded": KnownUpdate(sizes, MODEL, cut=False)},
+        with_range=True,
+    )
+
+
+def test_useless_rollouts(contest: Contest, sizes: Sizes, size: str) -> None:
     from .trl_step import EntropyPass
 
     contest(
-        f"entropy pass, of the rollouts with an advantage, {RECORDED}, {shape}",
-        rollouts(sizes),
-        EntropyPass(sizes, model, every=False),
-        yardsticks={"of all": EntropyPass(sizes, model, every=True)},
+        f"entropy pass, of the rollouts with an advantage, {RECORDED}, {SHAPE}",
+        size,
+        EntropyPass(sizes, MODEL, every=False),
+        yardsticks={"of all": EntropyPass(sizes, MODEL, every=True)},
+        with_range=True,
     )

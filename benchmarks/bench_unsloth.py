@@ -1,7 +1,8 @@
-"""The LM head beside Unsloth's, in a process of its own, since importing Unsloth changes what others import.
+"""Compares our LM head with Unsloth's. This file runs in a process of its own, since importing Unsloth changes other
+packages.
 
-Unsloth's users run it on a GPU, with Triton. On a CPU, the package is imported in the mode that it has for downloads
-without a GPU. The head then runs Unsloth's torch code for devices without Triton.
+Unsloth's users run it on a GPU, with Triton. On a CPU, the package is imported in a mode that Unsloth made for
+downloading models without a GPU. The head then runs Unsloth's torch code for devices without Triton.
 """
 
 import os

@@ -11,23 +11,25 @@ from torch import Tensor
 
 Work = Callable[[], Any]
 
-ONE_CALL = "one call"  # timed once; this time counts in every round
+FEW_CALLS = "fastest of three calls"  # its time counts in every round
 NOT_RECORDED = "events, since it waits"  # not replayed as a graph, because it waits for the GPU
 SECONDS_PER_TURN = 0.01  # faster contenders are called several times a turn; short turns are seldom disturbed
 
 
 class Inputs(NamedTuple):
-    """What every contender is called with. A GPU's clock calls with further arguments in turn, so that what a call
-    touches is no longer in the cache when its arguments come again.
+    """The arguments of every contender. A GPU's clock also makes further arguments, and uses all of them in turn. So
+    when the same arguments are used again, their data are no longer in the cache.
     """
 
     arguments: tuple[Any, ...] = ()
-    touched: int = 0  # bytes of the arguments that each contender touches at least
+    touched: int = 0  # each contender touches at least so many bytes of its arguments
     further: Callable[[int], tuple[Any, ...]] | None = None  # the i-th arguments, from 1
 
 
 def copied(*tensors: Tensor, touched: int | None = None) -> Inputs:
-    """Tensors, of which a GPU's clock makes copies. `touched` is given where a contender does not touch all of them."""
+    """Inputs that are tensors; a GPU's clock copies them. Pass `touched` if a contender does not touch all of their
+    bytes.
+    """
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -45,7 +47,9 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Work whose input is prepared before every call, untimed: a backward pass consumes its graph."""
+    """Work whose input is prepared before every call, without being timed. For example, a backward pass consumes its
+    graph.
+    """
 
     prepare: Callable[[], Any]
     work: Callable[[Any], Any]
@@ -55,10 +59,10 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Once:
-    """Work that takes too long on a CPU to be repeated. There it is timed once in a run, without a warm-up, and this
-    time counts in every round of all its contests. That suffices if our own time is a small part of it. `judging.py`
-    allows for an error of this single time. A GPU repeats the work.
+class Slow:
+    """Work that takes too long on a CPU to be repeated in every round. A CPU's clock calls it three times in a run, and
+    the fastest call counts in every round of all contests with this work. That is enough if our own time is much
+    shorter, and `judging.py` allows for the error of this time. A GPU's clock repeats the work.
     """
 
     work: Work
@@ -68,9 +72,12 @@ class Once:
 
     @cached_property
     def seconds(self) -> float:
-        start = perf_counter()
-        self.work()
-        return perf_counter() - start
+        times = []
+        for _ in range(3):
+            start = perf_counter()
+            self.work()
+            times.append(perf_counter() - start)
+        return min(times)
 
 
 @dataclass(frozen=True)
@@ -87,13 +94,15 @@ class Clock(Protocol):
         """The work, applied to these inputs."""
 
     def ready(self, work: Work) -> Ready:
-        """Warms the work up, untimed: compilers run and caches fill here. Chooses the calls per turn."""
+        """Runs the work without timing it, so that compilers run and caches fill. Then chooses the number of calls per
+        turn.
+        """
 
     def time(self, work: Work, calls: int) -> float:
-        """The total seconds of this number of calls."""
+        """The seconds that this number of calls takes together."""
 
     def reading(self) -> Reading | None:
-        """The GPU's clock and power while it was last timed; None on a CPU, and where they cannot be read."""
+        """The GPU's clock and power during the last timed turn; None on a CPU, or if they cannot be read."""
 
     def peak_bytes(self, work: Work) -> int | None:
         """The peak memory of a call beyond what was allocated before; None if the process cannot measure it."""
@@ -107,18 +116,18 @@ class CpuClock:
         return partial(work, *inputs.arguments) if inputs.arguments else work
 
     def ready(self, work: Work) -> Ready:
-        return Ready(work, self.calls_per_turn(work), ONE_CALL if isinstance(work, Once) else "host")
+        return Ready(work, self.calls_per_turn(work), FEW_CALLS if isinstance(work, Slow) else "host")
 
     def calls_per_turn(self, work: Work) -> int:
         first, calls = self.time(work, 1), 1
-        if first > 1 or isinstance(work, Prepared | Once):
+        if first > 1 or isinstance(work, Prepared | Slow):
             return 1
         while (took := self.time(work, calls)) < SECONDS_PER_TURN / 4:
             calls *= 4
         return math.ceil(calls * SECONDS_PER_TURN / took)
 
     def time(self, work: Work, calls: int) -> float:
-        if isinstance(work, Once):
+        if isinstance(work, Slow):
             return work.seconds
         if isinstance(work, Prepared):
             made = work.prepare()

@@ -1,46 +1,47 @@
 """The time of a whole model, computed from the times of two models that have few of its layers.
 
-A model of 7B with 28 layers takes longer to time than a lent GPU allows, and its LM head is 7.7 % of its products; with
-two layers it is 54 %. So pages show neither of the two measured models, but what they say of the whole one: time grows
-by the same amount with each layer.
+Qwen2.5-7B has 28 layers, and its LM head is 7.7 % of its products. With two layers the head is 54 %. So pages show
+neither of the two measured models, but the time of the whole one: each further layer adds the same time.
 """
 
 from dataclasses import replace
 from statistics import median
 
 from .page import duration
-from .targets import COMPUTED_FROM, LAYERS, SEVEN_BILLION
-from .timing import Contenders
+from .targets import COMPUTED_FROM, LAYERS_OF_7B
+from .timing import Contenders, Timing
 
-FEW, MORE = (f"{SEVEN_BILLION}, {layers} of {LAYERS} layers" for layers in COMPUTED_FROM)
-UNKNOWN = ("peak_bytes", "megahertz", "watts")  # of a model that was not run
-WHOLE = f"{SEVEN_BILLION}, {LAYERS} layers, computed"
+FEW, MORE = COMPUTED_FROM
+SOURCE = f"7B, {MORE} and {FEW} layers"  # ends the names of contests in which both models run, in turns
+WHOLE = f"7B, {LAYERS_OF_7B} layers, computed"
+WITH_FEW = f", {FEW} layers"  # ends the names of the contenders with few layers
 
 
 def is_source(contest: str) -> bool:
     """Whether a contest is measured only to compute another one from it."""
-    return contest.endswith((FEW, MORE))
+    return contest.endswith(SOURCE)
 
 
 def with_computed(contests: dict[str, Contenders]) -> dict[str, Contenders]:
-    """The contests without the sources, and with what is computed from them."""
-    found = {contest: rivals for contest, rivals in contests.items() if not is_source(contest)}
-    for contest, few in contests.items():
-        more = contests.get(contest.replace(FEW, MORE), {})
-        if contest.endswith(FEW) and more:
-            found[contest.replace(FEW, WHOLE)] = whole(few, more)
-    return found
+    """The contests, with the computed contests in place of their sources."""
+    return {
+        contest.replace(SOURCE, WHOLE): whole(rivals) if is_source(contest) else rivals
+        for contest, rivals in contests.items()
+    }
 
 
-def whole(few: Contenders, more: Contenders) -> Contenders:
-    """Both contests in the order of their rounds, so that a ratio of each round is one of two near moments."""
-    fewer, further = COMPUTED_FROM
-    steps = (LAYERS - fewer) / (further - fewer)
-    found = {}
-    for name in few.keys() & more.keys():
-        pairs = list(zip(few[name].seconds, more[name].seconds, strict=False))
-        seconds = [low + steps * (high - low) for low, high in pairs]
-        layer = median(high - low for low, high in pairs) / (further - fewer)
-        did = f"computed from {fewer} and {further} layers, {duration(layer)} a layer; {few[name].did}"
-        found[name] = replace(few[name], seconds=seconds, timed_by="computed", did=did, **dict.fromkeys(UNKNOWN))
-    return {name: found[name] for name in few if name in found}
+def whole(rivals: Contenders) -> Contenders:
+    """The contenders that ran with both models, with the time of the whole model in each round."""
+    return {
+        name: of_all_layers(rivals[f"{name}{WITH_FEW}"], timing)
+        for name, timing in rivals.items()
+        if f"{name}{WITH_FEW}" in rivals
+    }
+
+
+def of_all_layers(few: Timing, more: Timing) -> Timing:
+    pairs = list(zip(few.seconds, more.seconds, strict=True))
+    layer = [(high - low) / (MORE - FEW) for low, high in pairs]
+    seconds = [low + (LAYERS_OF_7B - FEW) * each for (low, _), each in zip(pairs, layer, strict=True)]
+    did = f"computed from {FEW} and {MORE} layers, {duration(median(layer))} a layer; {more.did}"
+    return replace(more, seconds=seconds, timed_by="computed", did=did, peak_bytes=None, megahertz=None, watts=None)

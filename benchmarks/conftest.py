@@ -112,7 +112,7 @@ def both_clocks() -> tuple[Clock, Clock]:
 
 @pytest.fixture(scope="session")
 def look(request: pytest.FixtureRequest) -> Callable[[], None] | None:
-    """A function that logs how fast the machine is. None in a short run, which judges nothing, and on a GPU."""
+    """A function that logs how fast the machine is. None on a GPU, and in a short run, since it judges nothing."""
     if inputs.device.type != "cpu" or request.config.getoption("--short"):
         return None
     probe = Probe()
@@ -126,7 +126,9 @@ def commit() -> str | None:
 
 
 def as_benchmarks(benchmark: Any, group: str, contenders: Contenders) -> None:
-    """Gives pytest-benchmark each contender as a benchmark, and the contest as their group, for its table and files."""
+    """Makes each contender a benchmark of pytest-benchmark, with the contest as its group, for pytest-benchmark's table
+    and files.
+    """
     benchmark._mode = "contest"  # otherwise pytest-benchmark warns of an unused fixture
     for name, timing in contenders.items():
         row = copy.copy(benchmark)

@@ -1,8 +1,9 @@
 """Clocks for a GPU: events around many calls, replays of a CUDA graph for short calls, and the caller's time.
 
-A GPU works asynchronously, and its cache holds the data that it read last. So the GPU first executes a pause while
-Python queues the calls (else the measured time would include waiting for Python). Small inputs are copied until the
-copies together are larger than the cache. While the GPU does the calls, its clock and power are read.
+A GPU works asynchronously. So it first executes a pause, during which Python queues the calls; without the pause, the
+measured time would include waiting for Python. A GPU's cache holds the data that were read last. So small inputs are
+copied until all copies together are larger than the cache. While the GPU executes the calls, its clock and power are
+read.
 """
 
 import contextlib
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 
 from .clock import NOT_RECORDED, CpuClock, Inputs, Prepared, Reading, Ready, Work
-from .nvml import Gauge, gauge_of
+from .nvml import Gauge, gauge_of, middle, watched
 
 TURN = 0.005  # seconds; a turn has several calls if one call takes less
-# In seconds. Calls below the first limit are timed without the gaps between their launches, as graphs. So are calls
-# below the second limit, if the GPU waits for Python. Other calls are not, since a copy within the GPU takes a quarter
-# longer in a graph (on an H100: 2.04 ms, not 1.65).
+# Two limits for the duration of a call, in seconds. A call below the first limit is timed as a graph, without the gaps
+# between launches. A call between the limits is timed as a graph only if the GPU waits for Python. Longer calls are not
+# timed as graphs, since a copy within the GPU takes a quarter longer in a graph (on an H100: 2.04 ms, not 1.65).
 REPLAY_BELOW, HOST_BOUND_BELOW = 1e-3, 5e-3
 PAUSE = 2_000_000  # cycles, about a millisecond, in which Python queues calls
 MOST_COPIES = 1024
@@ -31,8 +32,8 @@ MOST_CALLS_QUEUED = 200  # fewer launches than the driver's queue holds; a full 
 
 
 class Rotating:
-    """The same work on its inputs and on further ones in turn. What it touches of them together has twice the size of
-    the cache, so the next are never in it.
+    """The same work, on its own inputs and on further inputs in turn. All data that it touches are together twice as
+    large as the cache, so the data of the next call are never in the cache.
     """
 
     def __init__(self, work: Callable[..., Any], inputs: Inputs, cache_bytes: int) -> None:
@@ -117,7 +118,9 @@ class CudaClock:
         return Ready(work, calls, NOT_RECORDED if gaps else "events")
 
     def recorded(self, work: Work, calls: int) -> Replay | None:
-        """The recording; None if it fails, since the work waits unseen by torch. Events then time the work."""
+        """The recording, or None if recording fails. It fails if the work waits for the GPU in a way that torch does
+        not see. Events then time the work.
+        """
         try:
             return Replay(work, max(copies(work), min(calls, MOST_CALLS_IN_GRAPH)))
         except RuntimeError as problem:
@@ -177,14 +180,14 @@ class CallerClock(CpuClock):
 def elapsed(call: Work, times: int, gauge: Gauge | None = None) -> tuple[float, Reading | None]:
     """The seconds that these calls take on the GPU, and the gauge's reading meanwhile."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(PAUSE)
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()  # Python is ahead of the GPU, so that reading takes none of the GPU's time
-    read = gauge and gauge.between(start, end)
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3, read
+    with watched(gauge, start) as found:
+        torch.cuda._sleep(PAUSE)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3, middle(found)
 
 
 def host_seconds(work: Work) -> float:

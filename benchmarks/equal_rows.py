@@ -1,5 +1,5 @@
-"""The cost of keeping the same number of rollouts on every rank: lost variance if the choice is restricted to equal
-numbers, moved rows if it is not.
+"""What it costs to have the same number of kept rollouts on every rank. If the choice is restricted to equal numbers,
+variance is lost. If the choice is not restricted, kept rows must move to other ranks.
 
     python -m benchmarks.equal_rows      a table in Markdown, means over 200 batches; half a minute
 
@@ -41,8 +41,10 @@ def normal(ranks: int, generator: torch.Generator) -> Tensor:
 
 
 def one_batch(advantages: Tensor) -> tuple[float, float, float, float]:
-    """The share of variance lost with equal rows per rank, by the best such choice and by each rank choosing alone.
-    Without this restriction: the rows of the fullest rank over the mean, and the share of kept rows that move.
+    """Returns four numbers. The first two are for equal numbers of rows on all ranks: the share of the variance that is
+    lost if one choice is made for all ranks together, and the share that is lost if each rank chooses alone. The other
+    two are for an unrestricted choice: the largest number of rows on a rank, divided by the mean number, and the share
+    of the kept rows that move.
     """
     ranks, each = len(advantages), KEEP * PROMPTS
     best = max_variance_select(advantages.view(-1), each * ranks).view_as(advantages)

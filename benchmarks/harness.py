@@ -45,7 +45,7 @@ class Poisoned(Exception):
 
 
 def alarm(seconds: float | None) -> None:
-    """Raises `OutOfTime` in the main thread after so many seconds; None cancels that."""
+    """Raises `OutOfTime` in the main thread after this number of seconds; None cancels an earlier call."""
 
     def ring(*_: object) -> None:
         raise OutOfTime("it took too long")
@@ -104,8 +104,8 @@ class Contest:
         work.
 
         A peer is None if it is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
-        copy them, as `Inputs` say. `of_caller` measures the time until a call returns. `with_range` asks for as many
-        rounds as a range needs, also without a bound.
+        copy them (see `Inputs`). `of_caller` measures the time until a call returns. `with_range` asks for as many
+        rounds as a range needs, even if the contest has no bound.
         """
         passed = inputs if isinstance(inputs, Inputs) else copied(*inputs)
         group += self.name_ends
@@ -191,7 +191,7 @@ class Turns:
 
 
 def known(values: list[float | None]) -> list[float] | None:
-    """None if one of them is not known, or if there are none."""
+    """The values; None if one of the values is not known, or if there are no values."""
     found = [value for value in values if value is not None]
     return found if found and len(found) == len(values) else None
 
@@ -204,10 +204,11 @@ def take_turns(
     most_rounds: int,
     look: Callable[[], None] | None = None,
 ) -> Turns:
-    """`fewest_rounds` rounds, unless they take too long, and then more rounds until the seconds are over.
+    """Times `fewest_rounds` rounds, unless they take too long. Then times more rounds until the seconds are over.
 
-    A round in which clocks differed is taken again, but at most `fewest_rounds` of them. Later ones count as they are:
-    some contenders draw so much power that no clock is the same for all. The log has every clock.
+    A round in which clocks differed is repeated, but there are at most `fewest_rounds` repetitions. After these, a
+    round counts even if clocks differ: some contenders draw so much power that the contenders never have the same
+    clock. The log has every clock.
     """
     seconds_of: dict[str, list[float]] = {name: [] for name in ready}
     readings: dict[str, list[Reading | None]] = {name: [] for name in ready}
@@ -269,7 +270,7 @@ def close(tolerance: float, **by_name: float) -> Agree:
 
 
 def close_gradient(tolerance: float, **by_name: float) -> Agree:
-    """Gradients agree within a relative error in norm, on every 15th token: peaked rows and others."""
+    """Gradients agree within a relative error in norm. Only every 15th token is compared: peaked rows and others."""
 
     def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         mine, other = ours[:, ::15].float(), theirs[:, ::15].float()

@@ -51,14 +51,14 @@ class Kept:
         return padded.view(*self.labels.shape, -1)
 
     def moved(self, by: int, vocabulary: int) -> "Kept":
-        """Other tokens, and as many in each span."""
+        """The same number of tokens in each span, but other tokens."""
         ids = (self.mask.token_ids + by) % vocabulary
         other = Kept(SamplingMask(ids, self.mask.offsets), (self.labels + by) % vocabulary)
         _ = other.padded  # it waits for the GPU, which must not happen in a call that is timed
         return other
 
     def sectors(self, vocabulary: int, itemsize: int) -> int:
-        """How many sectors of a GPU's memory have the kept tokens' logits of this size."""
+        """How many sectors of a GPU's memory contain a logit of a kept token, if each logit has `itemsize` bytes."""
         row = torch.repeat_interleave(self.mask.offsets.diff())
         return ((row * vocabulary + self.mask.token_ids) * itemsize // SECTOR).unique().numel()
 
@@ -69,8 +69,8 @@ def kept_tokens(sizes: Sizes) -> Kept:
 
 
 def draw_kept(vocabulary: int, *shape: int, mean: float = 8) -> Kept:
-    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, the mean is 8, and 99 % have up
-    to 82. For another mean, all sizes are scaled.
+    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, the mean is 8 tokens, and 99 %
+    have at most 82 tokens. For another mean, all sizes are scaled.
     """
     draws = torch.Generator().manual_seed(20_250_922)
     lengths = torch.randn(shape, generator=draws).mul(1.19).add(1.9).exp().long().clamp(2, 512).flatten()

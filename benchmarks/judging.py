@@ -1,4 +1,4 @@
-"""Kinds of targets, and how they are judged: by one rule for each device.
+"""The kinds of targets, and the rules that judge them: one rule for CPUs, and one rule for GPUs.
 
 A CPU is shared, and other programs disturb most rounds. The fastest of many rounds shows the time of undisturbed work,
 so the ratio of the fastest rounds decides. A GPU is not shared, so the median of the rounds' ratios decides. Both have
@@ -12,7 +12,7 @@ from math import comb
 from statistics import median
 from typing import ClassVar, NamedTuple
 
-from .clock import ONE_CALL
+from .clock import FEW_CALLS
 from .harness import OURS
 from .quiet import OFF
 from .timing import Contenders, Timing, at_another_clock
@@ -48,11 +48,12 @@ class Rule:
         return Ratio(value, self.ends(above, below), usual)
 
     def of_contenders(self, contenders: Contenders, above: str, below: str, *, same_clock: bool = False) -> Ratio:
-        """The ratio of two contenders. If a contender was timed only once, its rounds do not show how far this time is
-        off. It is assumed to be off by as much as the machine's speed may be, and the range becomes wider by that much.
+        """The ratio of two contenders' times. If a contender's time comes from only a few calls (`Slow`), its rounds do
+        not show how large the error of this time is. Then the error is assumed to be as large as the speed of a quiet
+        machine may vary, and the range is made wider by this error.
 
-        With `same_clock`, only the rounds count in which the two had the same clock. If there is none, all rounds give
-        the ratio, and it has no range, so that it decides nothing.
+        With `same_clock`, a round counts only if both contenders had the same clock in it. If there is no such round,
+        the ratio is computed from all rounds. It then has no range, so it decides nothing.
         """
         one, other = contenders[above], contenders[below]
         apart = at_another_clock(one, other) if same_clock else [False] * len(one.seconds)
@@ -60,17 +61,18 @@ class Rule:
         found = self.ratio(list(compress(one.seconds, counts)), list(compress(other.seconds, counts)))
         if all(apart):
             found = found._replace(interval=None)
-        if found.interval and ONE_CALL in (contenders[above].timed_by, contenders[below].timed_by):
+        if found.interval and FEW_CALLS in (contenders[above].timed_by, contenders[below].timed_by):
             low, high = found.interval
             found = found._replace(interval=(low * (1 - OFF), high / (1 - OFF)))
         return found
 
 
 def range_of_parts(above: list[float], below: list[float]) -> Interval | None:
-    """The range of the parts' ratios, each of a part's own fastest rounds; None if there are too few rounds.
+    """The range of the parts' ratios, or None if there are too few rounds. Each part compares the contenders' fastest
+    rounds within this part.
 
-    The rounds are dealt to the parts in turn, so that each part has rounds from the whole contest and in both orders.
-    The ratio of all rounds always lies in this range.
+    The rounds are dealt to the parts in turn. So each part has rounds from the whole contest, and with both orders of
+    the contenders. The ratio of all rounds always lies in this range.
     """
     if len(above) < PARTS * OF_A_PART:
         return None
@@ -83,11 +85,11 @@ def interval_of_ratios(above: list[float], below: list[float]) -> Interval | Non
 
 
 def interval(values: list[float]) -> Interval | None:
-    """Two of the values. The true median is between them in at least 95 % of cases, for any distribution.
+    """Two of the values. In at least 95 % of cases, the true median lies between these two, for any distribution.
 
     The median is below the r-th smallest value only if fewer than r values are below the median, each with probability
-    1/2. The same holds above. With fewer than six values not even the smallest and the largest suffice: then there is
-    no interval.
+    1/2. The same holds above. With fewer than six values, not even the smallest and the largest value are far enough
+    apart: the result is None.
     """
     ordered, count = sorted(values), len(values)
     outside, rank = 0.0, 0
@@ -123,7 +125,7 @@ def verdict(found: Ratio, by: str, against: str, holds: Callable[[float], bool] 
 
 @dataclass(frozen=True)
 class Faster:
-    """Ours takes at most 1 / `times` of what the fastest of `than` takes."""
+    """The fastest contender in `than` takes at least `times` as long as ours."""
 
     contest: str
     than: tuple[str, ...]
@@ -145,8 +147,8 @@ class Faster:
 
 @dataclass(frozen=True)
 class Within:
-    """Ours takes at most `times` of what `of` takes; with `same_clock`, in the rounds in which both had the same clock
-    of a GPU.
+    """Ours takes at most `times` as long as the contender `of`. With `same_clock`, only rounds count in which both had
+    the same clock of a GPU.
     """
 
     contest: str
@@ -187,16 +189,18 @@ class Under:
 
 @dataclass(frozen=True)
 class ShareOf:
-    """Ours reaches at least this percentage of the bandwidth of the fastest of `than`, which move the same bytes.
+    """Ours reaches at least this percentage of the bandwidth of the fastest contender in `than`; these move the same
+    bytes.
 
-    The fastest is the one with the best time over all rounds. The better of each round would be a choice of what was
-    disturbed least there, which makes it faster than any of them is.
+    The fastest contender is the one with the best time over all rounds. It is not chosen again in each round: that
+    would choose the contender that was disturbed least in the round, and so compare ours with times that no single
+    contender reaches.
     """
 
     contest: str
     than: tuple[str, ...]
     percent: float
-    moves: int = 1  # times that as many bytes as the size says are moved
+    moves: int = 1  # how many times the bytes of the size are moved
     unit: ClassVar[str] = "% of the bandwidth"
 
     @property

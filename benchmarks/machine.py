@@ -64,7 +64,7 @@ def threads(count: int) -> str:
 
 
 def try_threads() -> Threads:
-    """Compares medians, since what counts is how often a core is missing. The two numbers of threads take turns."""
+    """Compares medians, since the fastest calls do not show how often a core is missing. The two numbers take turns."""
     most = torch.get_num_threads()
     matrix = torch.rand(1_024, 1_024)
     times: dict[int, list[float]] = {count: [] for count in (1, most)}

@@ -1,7 +1,7 @@
 """Measures the peak memory of some work beyond what was allocated before it.
 
-Each contender runs in a separate process, because a process's peak can only rise. It runs once before the measurement,
-on a tiny vocabulary or completely, so that thread pools and libraries are not counted.
+Each contender runs in a separate process, because a process's peak can only rise. The contender runs once before the
+measurement, either on a tiny vocabulary or completely. So thread pools and libraries are not counted.
 """
 
 import contextlib

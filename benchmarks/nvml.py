@@ -3,8 +3,10 @@
 import ctypes
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
-from time import sleep
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from .clock import Reading
 LIBRARY = "libnvidia-ml.so.1"
 # From nvml.h.
 CLOCK_OF_MULTIPROCESSORS, POWER_NOW = 1, 186
-PAUSE = 5e-4  # seconds between two readings
+PAUSE = 1e-3  # seconds between two readings
 
 
 class FieldValue(ctypes.Structure):
@@ -33,11 +35,11 @@ class FieldValue(ctypes.Structure):
 
 
 class Unreadable(Exception):
-    """NVML is missing, or does not say what is asked."""
+    """NVML is missing, or does not report what it is asked for."""
 
 
 def gauge_of(device: torch.device) -> "Gauge | None":
-    """None, and a warning, where the clock cannot be read. Then contenders may run at different clocks unnoticed."""
+    """A gauge of the GPU. If the clock cannot be read, warns and returns None: nobody then notices if clocks differ."""
     try:
         return Gauge(device)
     except (OSError, Unreadable) as problem:
@@ -67,29 +69,54 @@ class Gauge:
         return None if failed else float(self.clock.value)
 
     def watts(self) -> float | None:
-        """Of this moment. Where NVML lacks that, `nvmlDeviceGetPowerUsage`, a mean of the last second on most GPUs."""
+        """The power at this moment. If NVML does not report it, the result of `nvmlDeviceGetPowerUsage`, which on most
+        GPUs is the mean over the last second.
+        """
         field, milliwatts = FieldValue(field=POWER_NOW), ctypes.c_uint()
         if not self.call("nvmlDeviceGetFieldValues", self.device, 1, ctypes.byref(field)) and not field.error:
             return field.value / 1e3
         failed = self.call("nvmlDeviceGetPowerUsage", self.device, ctypes.byref(milliwatts))
         return None if failed else milliwatts.value / 1e3
 
-    def between(self, start: Any, end: Any) -> Reading | None:
-        """The medians of the readings between two events of the GPU; at least one reading, however soon the end is."""
-        while not start.query():
-            sleep(PAUSE / 10)
-        clocks, powers = [self.megahertz()], [self.watts()]
-        while not end.query():
-            sleep(PAUSE)
-            clocks.append(self.megahertz())
-            powers.append(self.watts())
-        told, drawn = ([value for value in values if value is not None] for values in (clocks, powers))
-        return Reading(median(told), median(drawn) if drawn else None) if told else None
+    def read(self) -> Reading | None:
+        clock = self.megahertz()
+        return None if clock is None else Reading(clock, self.watts())
+
+
+@contextmanager
+def watched(gauge: Gauge | None, start: Any) -> Iterator[list[Reading]]:
+    """Reads the gauge from the event `start` on until the context ends. A thread of its own reads it, because this
+    thread launches work in the meantime, or waits for the end of the work.
+    """
+    found: list[Reading] = []
+    if gauge is None:
+        yield found
+        return
+    over = Event()
+
+    def poll() -> None:
+        while not over.wait(PAUSE):
+            if start.query() and (read := gauge.read()):
+                found.append(read)
+
+    thread = Thread(target=poll, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def middle(found: list[Reading]) -> Reading | None:
+    """The medians; None without a reading."""
+    watts = [read.watts for read in found if read.watts is not None]
+    return Reading(median(read.megahertz for read in found), median(watts) if watts else None) if found else None
 
 
 def by_place(device: torch.device) -> tuple[str, Any]:
-    """NVML's function that finds torch's device, and its argument. NVML numbers devices otherwise than CUDA, so the
-    place on the PCI bus is asked where torch knows it.
+    """The name of NVML's function that finds torch's device, and the argument of this function. NVML and CUDA number
+    devices differently. So if torch knows the device's place on the PCI bus, the device is found by this place.
     """
     facts = torch.cuda.get_device_properties(device)
     if hasattr(facts, "pci_bus_id"):

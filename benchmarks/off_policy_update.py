@@ -1,11 +1,12 @@
-"""Our update and TRL's, in turns, where TRL's correction of vLLM's probabilities multiplies some tokens by 0.
+"""Times our update and TRL's, in turns, on a batch in which TRL's correction of vLLM's probabilities multiplies the
+loss of some tokens by 0.
 
     python -m benchmarks.off_policy_update
     python -m benchmarks.off_policy_update --device cuda --shape 0.5B --rollouts 32 --completion 1024
 
 Both trainers keep all rollouts and tokens, and share one model and one batch with recorded lengths. In this batch,
-vLLM's ratio is 0 for a share of the tokens, or of the sequences. TRL computes these tokens and multiplies their loss by
-0; ours leaves them out.
+vLLM's ratio is 0 for a share of the tokens, or of the sequences. TRL's trainer computes these tokens and multiplies
+their loss by 0; our trainer leaves them out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .trl_step import GRPO, OURS_PASS, SHAPES, generation_batch, trainer_of
 
 
 def updates(sizes: Sizes, model: str, dropped: float, of_sequences: bool) -> dict[str, Callable[[], Tensor]]:
-    """Both updates; ours includes the choice of tokens before it. Each returns the gradient of the LM head."""
+    """TRL's update and ours; ours begins with the choice of tokens. Each update returns the gradient of the LM head."""
     batch: dict[str, Any] = generation_batch(sizes, model)
     generator = torch.Generator().manual_seed(2)
     shape_of_tokens = batch["completion_ids"].shape

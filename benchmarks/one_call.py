@@ -45,7 +45,7 @@ def head_both_ways(sizes: Sizes) -> Callable[[], Any]:
 
 
 def sparse_head(sizes: Sizes, into: bool = True) -> Callable[[], Any]:
-    """Forward and backward with a sampling mask. The weight's gradient is added to a tensor (`into`), or is new."""
+    """Forward and backward with a sampling mask. If `into`, the weight's gradient is added to a tensor."""
     hidden, weight, _ = inputs.lm_head(sizes, "wide", torch.bfloat16)
     kept = inputs.draw_kept(sizes.vocabulary, sizes.head_tokens)
     gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))

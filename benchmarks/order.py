@@ -1,7 +1,8 @@
-"""The order of the contests on a GPU: first the most important, last those that are slow to set up and less important.
+"""The order of the contests on a GPU: first the most important ones, last the less important ones that start slowly.
 
-A GPU is available for minutes, and a run may end at any moment. A line has the beginning of some tests' ids, and the
-seconds after which such a test stops and keeps its rounds so far. Tests that no line matches come before `LAST`.
+A GPU is available for minutes, and a run may end at any moment. Each line below has the beginning of the ids of one or
+more tests, and a number of seconds. After this time, each of these tests stops, and keeps the rounds that it has. Tests
+that match no line come before `LAST`.
 """
 
 HEADLINES: tuple[tuple[str, float], ...] = (
@@ -26,8 +27,7 @@ THEN: tuple[tuple[str, float], ...] = (
     ("bench_ratios.py::test_forward", 10),
     ("bench_sampling_masks_head.py::test_forward_and_backward", 15),
     ("bench_sampling_masks.py", 15),
-    ("bench_trl_step.py::test_update[recorded lengths-0.5B]", 60),
-    ("bench_trl_step.py::test_update[full completions-0.5B]", 60),
+    ("bench_trl_step.py::test_update", 60),
     ("bench_head.py::test_accumulated_gradients", 15),
     ("bench_head.py::test_every_gradient", 20),
     ("bench_topk_mask.py::test_ragged", 30),
@@ -53,7 +53,9 @@ OTHERS_SECONDS = 15.0
 
 
 def place(test: str) -> tuple[int, float]:
-    """The test's position in the order, and its seconds. Of the matching lines, the longest one counts."""
+    """The test's position in the order, and its seconds. If several lines match, the line with the longest beginning
+    counts.
+    """
     rows = [*HEADLINES, *THEN, ("", OTHERS_SECONDS), *LAST]
     name = test.removeprefix("benchmarks/")
     fitting = [(len(begin), row, seconds) for row, (begin, seconds) in enumerate(rows) if name.startswith(begin)]

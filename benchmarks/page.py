@@ -1,4 +1,6 @@
-"""The page of a run, made of the run's JSON: `python -m benchmarks` writes it, and tools/performance.py again."""
+"""Makes the page of a run from the run's JSON. `python -m benchmarks` writes the page; tools/performance.py writes it
+again.
+"""
 
 import json
 import re
@@ -104,8 +106,9 @@ def outcomes(run: Run) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """Five columns: the size follows what was measured, and the outcome follows the target."""
     outcome = row["outcome"] if row["outcome"] == "met" else f"**{row['outcome']}**"
-    measured = (plain(row[column]) for column in ("ours", "against", "value"))
-    return of_size(row["what"], row["size"]), *measured, f"{row['bound']}: {outcome}"
+    ours, other, value = (plain(row[column]) for column in ("ours", "against", "value"))
+    value = "; ".join(filter(None, (value, row.get("did"))))
+    return of_size(row["what"], row["size"]), ours, other, value, f"{row['bound']}: {outcome}"
 
 
 def plain(text: str) -> str:

@@ -70,7 +70,7 @@ def verl(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As TRL's GRPO calls it: the entropy is only a metric, without a gradient."""
+    """TRL's function, as GRPO calls it: the entropy is only a metric, without a gradient."""
     if ON_GPU:
         logprob, entropy = trl_peers.TRITON(logits, labels)
         return logprob, entropy.detach()
@@ -78,7 +78,7 @@ def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trl_entropy_bonus(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As TRL calls it with an entropy bonus in the loss: the entropy has a gradient."""
+    """TRL's function, as TRL calls it with an entropy bonus in the loss: the entropy has a gradient."""
     if ON_GPU:
         return trl_peers.TRITON(logits, labels)
     return trl_peers.utils().selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
@@ -91,7 +91,7 @@ def trl_entropy(logits: Tensor) -> Tensor:
 
 
 def trl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """TRL's LM head, which also stores no logits: it works on chunks of the vocabulary."""
+    """TRL's LM head. Like ours, it never stores all logits: it works on chunks of the vocabulary."""
     size = getattr(trl_peers.utils(), "_CHUNKED_LOGPROB_CHUNK_SIZE", 8_192)
     return trl_peers.CHUNKED.apply(hidden, weight, None, labels, 1.0, size, None, 1.0, ("entropy",))[:2]
 
@@ -143,8 +143,8 @@ TORCHS_HEAD = "torch's linear_cross_entropy, log-probability alone"
 
 
 def torchs_head(chunks: bool) -> Callable[..., tuple[Tensor]] | None:
-    """torch's LM head with a loss for each token, and no entropy; None before torch 2.13. By default it stores all
-    logits. In chunks it computes a few rows at a time.
+    """torch's LM head, with a loss for each token but no entropy; None before torch 2.13. With `chunks`, it computes a
+    few rows at a time; otherwise, it stores all logits.
     """
     head = getattr(F, "linear_cross_entropy", None)
     options = torch.nn.LinearCrossEntropyOptions() if head and chunks else None
@@ -153,7 +153,7 @@ def torchs_head(chunks: bool) -> Callable[..., tuple[Tensor]] | None:
 
 def unsloth() -> Callable | None:
     """Unsloth's head of GRPO; None where this machine lacks it. On a GPU it needs Unsloth itself, whose import changes
-    TRL and transformers. On a CPU, bench_unsloth.py imports the part of it that needs no GPU.
+    TRL and transformers. On a CPU, bench_unsloth.py imports the part of Unsloth that needs no GPU.
     """
     there = not ON_GPU or (find_spec("unsloth") and trl_peers.imported("unsloth"))
     module = trl_peers.imported("unsloth_zoo.fused_losses.fused_linear") if there else None
@@ -190,7 +190,9 @@ def compiled(function: Callable) -> Callable | None:
 
 
 def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Logits of -inf where a token was not kept, and then our op on all of them: how slime replays sampling masks."""
+    """Replays sampling masks as slime does: sets the logits of tokens that were not kept to -inf, and passes all logits
+    to our op.
+    """
     ids = kept.padded
     keeps = torch.zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
     keeps = keeps.scatter_(-1, torch.where(ids < 0, logits.shape[-1], ids), True)[..., :-1]
@@ -198,7 +200,7 @@ def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def gathered(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Only the kept logits, padded to the longest span: how prime-rl reduces them."""
+    """Reduces only the kept logits, padded to the longest span, as prime-rl does."""
     return of_padded(logits.gather(-1, kept.padded.clamp(min=0)), kept)
 
 
@@ -211,22 +213,22 @@ def of_padded(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def all_logits(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """The logits of all tokens, of which the kept ones are gathered: how prime-rl replays sampling masks from hidden
-    states. prime-rl takes the vocabulary in chunks and recomputes the logits in the backward, which is slower; here all
-    logits fit into memory.
+    """Replays sampling masks from hidden states as prime-rl does: computes the logits of all tokens, and gathers the
+    kept logits. prime-rl cuts the vocabulary into chunks and recomputes the logits in the backward, which is slower.
+    Here there are no chunks, since all logits fit into memory.
     """
     return gathered(F.linear(hidden, weight), kept)
 
 
 def kept_columns_padded(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Only the kept columns, and those of the padding: how SkyRL replays sampling masks from hidden states."""
+    """Replays sampling masks from hidden states as SkyRL does: computes only logits of kept tokens and of padding."""
     ids = kept.padded
     row = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
     return of_padded(of_pairs(hidden, weight, row, ids.flatten().clamp(min=0)).view(ids.shape), kept)
 
 
 def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Only the kept columns, without padding, as SkyRL proposes."""
+    """Computes only the logits of kept tokens, without padding, as SkyRL proposes."""
     ids, lengths = kept.mask.token_ids, kept.mask.offsets.diff()
     row = torch.repeat_interleave(lengths, output_size=len(ids))
     logits = of_pairs(hidden, weight, row, ids)
@@ -240,8 +242,8 @@ def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Ten
 
 
 def of_pairs(hidden: Tensor, weight: Tensor, row: Tensor, ids: Tensor) -> Tensor:
-    """The logits of pairs of a row and a token. Chunks are recomputed in the backward: on a GPU there are so many pairs
-    that their products would not fit into memory.
+    """Computes one logit for each pair of a row and a token. The pairs are processed in chunks, and the backward
+    recomputes each chunk: on a GPU, the products of all pairs would not fit into memory at the same time.
     """
 
     def product(row: Tensor, ids: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""How quiet the machine was during a run on a CPU. A short probe before, between and after all rounds measures it.
+"""Measures how quiet the machine was during a run on a CPU, by short probes before, between and after all rounds.
 
-A probe measures two rates: that of reading memory, and that of a matrix product. The level of a rate is the value that
-only the best tenth of a process's probes reach. A run is quiet if few of its probes are far below the level. The probes
-decide nothing else: contenders are judged by their fastest rounds, which nobody disturbed (judging.py).
+A probe measures two rates: how fast memory is read, and how fast a matrix product is computed. The level of a rate is
+the value that only the best tenth of a process's probes reach. A run is quiet if few of its probes are far below the
+level. The probes decide nothing else: contenders are judged by their fastest rounds, which nobody disturbed
+(judging.py).
 
-If a machine is slow from the first probe to the last, this does not show in its probes, but in a comparison with the
-levels of earlier results.
+If a machine is slow from the first probe to the last, the probes of this run do not show it. A comparison with the
+levels of earlier results shows it.
 """
 
 import itertools
@@ -34,7 +35,9 @@ class Rates(NamedTuple):
 
 
 class Probe:
-    """Measures both rates in 20 ms on two cores. Each is the median of three, since a call may be interrupted."""
+    """Measures both rates, which takes 20 ms on two cores. Each rate is a median of three calls, since one may be
+    interrupted.
+    """
 
     def __init__(self) -> None:
         # The parts, together 384 MiB, are read in turn, so that none is still in a cache.

@@ -39,9 +39,9 @@ class Answers:
 def answers(rows: int, completion: int, *, full: bool = False) -> Answers:
     """The first `rows` answers; their lengths are recorded for a limit of 128 tokens and scaled to `completion`.
 
-    An answer's entropies follow each other, again from the first one after the last one, until the answer is long
-    enough: an answer of 42 of 128 tokens gives one of 336 of 1,024 with the same entropies eight times. With `full`,
-    all answers have `completion` tokens.
+    The entropies of an answer are repeated in order until the answer is long enough. For example, with `completion` =
+    1,024 instead of 128, an answer of 42 tokens becomes an answer of 336 tokens, which has the same 42 entropies eight
+    times. With `full`, all answers have `completion` tokens.
     """
     groups = recorded()["groups"]
     size = len(groups[0]["answers"])

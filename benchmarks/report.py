@@ -1,4 +1,6 @@
-"""One run as a table in the terminal, in few characters, and as plain data, of which page.py makes a page."""
+"""Reports one run in three forms: as a table in the terminal, in a few characters, and as plain data, from which
+page.py makes a page.
+"""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +12,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from .clock import NOT_RECORDED, ONE_CALL
+from .clock import FEW_CALLS, NOT_RECORDED
 from .harness import OURS
 from .judging import REPORTED, Faster, Ratio, Rule, ShareOf, Target, Verdict, Within, interval, verdict
 from .page import SPECIFIED, duration
@@ -21,7 +23,9 @@ PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller pea
 
 @dataclass(frozen=True)
 class Line:
-    """A target and its outcome: only reported if it has no bound, not measured if its peer is missing."""
+    """A target and its outcome. A target without a bound is only reported; a target whose peer is missing is not
+    measured.
+    """
 
     what: str
     size: str
@@ -30,6 +34,7 @@ class Line:
     value: str
     bound: str
     verdict: Verdict | None
+    did: str = ""  # what was done in the two times, where the contenders say it
 
     @property
     def outcome(self) -> str:
@@ -82,7 +87,13 @@ def judge(target: Target, contenders: Contenders, rule: Rule, gpu: str = "") -> 
         value=f"{judged.value:.3g}{target.unit}{beside(judged, rule)}{share}" if judged else "",
         bound=target.bound,
         verdict=judged,
+        did=what_they_did(contenders[OURS], contenders.get(judged.against) if judged else None),
     )
+
+
+def what_they_did(ours: Timing, other: Timing | None) -> str:
+    found = {"ours": ours.did, "the other": other.did if other else ""}
+    return "; ".join(f"{who}: {did}" for who, did in found.items() if did)
 
 
 def against(target: Target, verdict: Verdict | None, contenders: Contenders, rule: Rule) -> str:
@@ -92,7 +103,9 @@ def against(target: Target, verdict: Verdict | None, contenders: Contenders, rul
 
 
 def share_of_specified(target: Target, ours: Timing, rule: Rule, gpu: str) -> str:
-    """The text after a share of the bandwidth that the same GPU reaches. That may exceed 100 %, and this cannot."""
+    """The text that follows a share of the bandwidth which the same GPU reaches. It adds the share of the specified
+    bandwidth: the first share may exceed 100 %, but the second cannot.
+    """
     rate = SPECIFIED.get(gpu)
     if rate is None or not isinstance(target, ShareOf):
         return ""
@@ -104,17 +117,15 @@ OTHER = {"fastest": "median", "median": "fastest"}
 
 
 def times(timing: Timing, rule: Rule) -> str:
-    """The time that is judged, followed by the other time if it differs, and by what was done in that time:
-    `16.1 ms (median 16.5)`.
-    """
+    """The time that is judged, followed by the other time if it differs: `16.1 ms (median 16.5)`."""
     shown, other = duration(rule.of(timing)), duration(getattr(timing, OTHER[rule.time]))
-    if other != shown:
-        shown += f" ({OTHER[rule.time]} {other.removesuffix(shown[shown.index(' ') :])})"
-    return f"{shown}: {timing.did}" if timing.did else shown
+    if other == shown:
+        return shown
+    return f"{shown} ({OTHER[rule.time]} {other.removesuffix(shown[shown.index(' ') :])})"
 
 
 def beside(judged: Verdict, rule: Rule) -> str:
-    """The text after a ratio: its range, and the median of the rounds' ratios where the fastest rounds decide."""
+    """The text after a ratio: its range and, if the fastest rounds decide, also the median of the rounds' ratios."""
     found = [f"{judged.interval[0]:.3g} to {judged.interval[1]:.3g}"] if judged.interval else []
     found += [f"median {judged.median:.3g}"] if rule.time == "fastest" else []
     return f" ({'; '.join(found)})" if found else ""
@@ -133,7 +144,9 @@ def memory_line(
     allowed: int | None = None,
     share: float | None = None,
 ) -> list[Line]:
-    """Our memory beside the least of the peers. Ours may be `allowed` bytes, or a `share` of the peer's."""
+    """Our memory beside the peer with the least memory. The bound is `allowed` bytes, or a `share` of this peer's
+    memory.
+    """
     if not peaks.keys() - {OURS}:
         return []
     rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
@@ -163,8 +176,9 @@ def mebibytes(count: int) -> str:
 
 
 def gigabytes_per_second(contests: dict[str, Contenders], rule: Rule, gpu: str = "") -> dict[str, float]:
-    """The memory bandwidth of reading and of copying, and the specified one. For a copy, bytes read and bytes written
-    both count. A sum does not always read as fast as the memory allows, so reading is at least as fast as copying.
+    """The bandwidths of reading and of copying memory, and the specified bandwidth. In a copy, both the bytes that are
+    read and the bytes that are written count. A sum does not always read as fast as the memory allows, so reading is at
+    least as fast as copying.
     """
     found = contests.get("memory bandwidth", {})
     moved = {"read": 1, "copy": 2}
@@ -252,7 +266,8 @@ COLUMNS = ("what", "size", "ours", "against", "ratio", "target", "")
 
 
 def cells(line: Line) -> tuple[str, ...]:
-    return line.what, line.size, line.ours, line.against, line.value, line.bound, line.outcome
+    value = "; ".join(filter(None, (line.value, line.did)))
+    return line.what, line.size, line.ours, line.against, value, line.bound, line.outcome
 
 
 def table(title: str, caption: str, judged: list[Line]) -> Table:
@@ -296,7 +311,7 @@ def of_contender(timing: Timing) -> dict[str, Any]:
         "size": timing.size,
         "fastest_seconds": timing.fastest,
         "median_seconds": timing.median,
-        "median_interval": None if timing.timed_by == ONE_CALL else interval(timing.seconds),
+        "median_interval": None if timing.timed_by == FEW_CALLS else interval(timing.seconds),
         "rounds": len(timing.seconds),
         "calls_per_round": timing.calls_per_round,
         "timed_by": timing.timed_by,

@@ -21,11 +21,11 @@ class Sizes:
     keep: int = 16
     pool: int = 65_536
     pool_keep: int = 16_384
-    # TRL's update: rollouts of a group, and tokens of each.
+    # TRL's update: rollouts, in groups of 8, and the most tokens of each.
     rollouts: int = 16
     completion: int = 64
-    # A contest with a bound has at least `rounds` rounds, the fewest that have a range (judging.py). Then each contest
-    # continues until `seconds` have passed, up to `most_rounds` rounds.
+    # A contest with a bound has at least `rounds` rounds, the smallest number that gives a range (judging.py). After
+    # that, each contest continues until `seconds` have passed, or until it has `most_rounds` rounds.
     rounds: int = 9
     most_rounds: int = 63
     seconds: float = 6.0
@@ -61,5 +61,5 @@ def sizes_for(device: str, short: bool) -> Sizes:
     return small if short else full
 
 
-def rollouts(sizes: Sizes) -> str:
-    return f"{sizes.rollouts} rollouts x {sizes.completion:,} tokens x {sizes.vocabulary:,}"
+def rollouts(sizes: Sizes, vocabulary: int) -> str:
+    return f"{sizes.rollouts} rollouts x {sizes.completion:,} tokens x {vocabulary:,}"

@@ -9,9 +9,9 @@ from .judging import Faster, ShareOf, Target, Under, Within
 
 STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
 RECORDED, FULL_COMPLETIONS = "recorded lengths", "full completions"
-# Qwen2.5-7B's time is computed from the times with few of its layers (computed.py), and its complete head.
-SEVEN_BILLION, LAYERS, COMPUTED_FROM = "7B", 28, (2, 6)
-SMALL_MODEL = "8 layers of 256"
+# Qwen2.5-7B's time is computed (computed.py) from the times of models that have few of its layers, but its whole head.
+LAYERS_OF_7B, COMPUTED_FROM = 28, (2, 6)
+SMALL_MODEL, SMALL_VOCABULARY = "8 layers of 256", 12_288
 STEP_MEMORY = 0.4  # the share of GRPOTrainer's memory
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
@@ -54,7 +54,7 @@ DIFFERENTIABLE = ("importance_ratio", "entropy", "logprob_entropy")
 
 
 def in_triton(contest: str) -> str:
-    """The name of the same contest for the Triton kernels, which serve GPUs without the CUDA library."""
+    """The name of this contest for the Triton kernels, which serve GPUs without the CUDA library."""
     return f"{contest}, in Triton"
 
 
@@ -68,9 +68,10 @@ AVX2_ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",  # torch's float32 products; only an Intel CPU obeys it
 }
-# The forward on a CPU is bound by its vector operations. This is their number per vector of floats, counted in the
-# machine code of softmax_rows.cpp for bfloat16: 2 in the loop of the maximum (half a shift and half a mask to convert,
-# one maximum) and 15 in the loop of the sums (the conversion, subtraction, maximum, 11 for 2^x, addition, product).
+# The speed of vector operations limits the forward on a CPU. This is the number of vector operations for one vector of
+# floats, counted in the machine code of softmax_rows.cpp for bfloat16. The loop of the maximum has 2: half a shift and
+# half a mask for the conversion, and one maximum. The loop of the sums has 15: the conversion, subtraction, maximum, 11
+# operations for 2^x, addition and product.
 OPERATIONS = 17
 AS_MANY = "a product of as many operations"
 UNSLOTH_ENVIRONMENT = {"UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
@@ -170,7 +171,7 @@ CUDA: tuple[Target, ...] = (
     Within(in_triton("max_variance_select, groups"), CUDA_LIBRARY, 2),
 )
 
-# Times that hardly depend on the memory, in which these two differ.
+# The H100 and the H200 differ in their memory. These times hardly depend on the memory, so they apply to both.
 HOPPER: tuple[Target, ...] = (Under(FEW[0], 8_000), Under(FEW[1], 2_600))
 
 # At most 1.1 times the times that Liger publishes for its head with entropy on an H100, in linkedin/Liger-Kernel #1370
@@ -184,11 +185,12 @@ H100: tuple[Target, ...] = (
 B200: tuple[Target, ...] = (Under(RAGGED, 40.4),)
 
 TARGETS = {"cpu": CPU, "cuda": CUDA}
-ON = {"H100": HOPPER + H100, "H200": HOPPER, "B200": B200}  # beyond those of any GPU, by a part of the GPU's name
+# Beyond those of any GPU, by the GPU's name: a GH200 or an H100 on a PCIe card is another GPU.
+ON = {"NVIDIA H100 80GB HBM3": HOPPER + H100, "NVIDIA H200": HOPPER, "NVIDIA B200": B200}
 
 
 def targets_of(device: str, build_info: dict[str, Any], gpu: str = "") -> tuple[Target, ...]:
-    held = TARGETS[device] + tuple(target for name, more in ON.items() if name in gpu for target in more)
+    held = TARGETS[device] + ON.get(gpu, ())
     return tuple(target for target in held if above_avx2(build_info) or not target.contest.endswith(AVX2_ALONE))
 
 

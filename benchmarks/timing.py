@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines, each written immediately and in one piece, so that nothing that has ended gets lost.
+"""The log of a run: JSON lines, each written immediately and in one piece, so that finished contests are never lost.
 
 - `facts`: the machine, at the start of each process that measures; if two differ, the first counts;
 - `began`, and `ended` with outcome and seconds: a test;

@@ -20,8 +20,8 @@ REDUCE, GATHER, EXCHANGE = "allreduce", "allgather_base", "alltoall_base"
 
 
 def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) -> Sent:
-    """With global offsets, the first collective has each rank's number of scores. Then come the counts of digits, and
-    the counts of ties unless the digit counts were gathered on all ranks.
+    """With global offsets, the first collective has each rank's number of scores. The counts of digits follow. The last
+    collective has the counts of ties, unless the counts of digits were gathered on all ranks.
     """
     gathers = gathers_counts(segments, ranks)
     counts: Sent = [(GATHER if gathers else REDUCE, 8 * segments * 2**bits) for _, bits in digits_for(segments)]
@@ -29,15 +29,16 @@ def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) ->
 
 
 def select_tokens(ranks: int, segments: int = 1, *, by_offsets: bool = False, drop_zeros: bool = False) -> Sent:
-    """With offsets of sequences that lie on several ranks, the first collective has what each rank's advantages may
-    belong to (tokens or sequences). With ``drop_zeros``, the last collective has the counts for it.
+    """If the offsets are of sequences that lie on several ranks, the first collective says for each rank whether its
+    advantages can be per token, and whether they can be per sequence. With ``drop_zeros``, there is one more collective
+    at the end.
     """
     return [(GATHER, 24)] * by_offsets + topk_mask(ranks, segments) + [(GATHER, 16 * segments)] * drop_zeros
 
 
 def rollouts(largest: int, *, bounded: bool, width: int = 4) -> Sent:
-    """For max_variance_select and select_rollouts: `largest` is the largest number of values on a rank, or the given
-    bound on it. The values of group_advantages have 8 bytes.
+    """The collectives of max_variance_select and select_rollouts. `largest` is the largest number of values on a rank,
+    or the caller's bound on this number. For group_advantages, the values have 8 bytes.
     """
     return [(GATHER, 8)] * (not bounded) + [(GATHER, 8 + width * largest)]
 
@@ -47,17 +48,17 @@ def plan_rows() -> Sent:
 
 
 def exchange_rows(moved: int, row_bytes: int) -> Sent:
-    """For a rank that sends `moved` rows; if no row moves on any rank, there is no collective at all."""
+    """The collective for a rank that sends `moved` rows. If no rank has to send a row, there is no collective."""
     return [(EXCHANGE, moved * row_bytes)]
 
 
 def vocab_parallel(rows: int) -> Sent:
-    """For the forward, with logits or with the LM head. With logits, the backward sends nothing."""
+    """The collective of the forward, with logits or with the LM head. With logits, the backward sends nothing."""
     return [(GATHER, 16 * rows)]
 
 
 def vocab_parallel_head_backward(rows: int, kept: int, hidden: int) -> Sent:
-    """First which rows have a gradient, then the gradients of these rows."""
+    """The first collective tells which rows have a gradient; the second has the gradients of these rows."""
     return [(REDUCE, rows), (REDUCE, 4 * kept * hidden)]
 
 
@@ -87,7 +88,9 @@ def received(round_: tuple[str, int], ranks: int) -> float:
 
 
 class Line(NamedTuple):
-    """A part of a step: its ranks and network, what these ops send for it, and what is sent without them."""
+    """A part of a step: its ranks and network, what this library sends for it, and what trainers send without the
+    library.
+    """
 
     what: str
     ranks: int

@@ -50,20 +50,23 @@ def imported(name: str) -> ModuleType | None:
 
 
 def imported_alone(package: str, *names: str) -> ModuleType | None:
-    """The last of a package's modules that are named, like `imported`, but without what the packages around it import:
-    verl's need Ray and tensordict. These are forgotten afterwards, so that they can still be imported as usual.
+    """Imports the named modules of a package, and returns the last one, or None as in `imported`. The packages that
+    contain this package are not imported, since verl's need Ray and tensordict: empty packages replace them during the
+    import. The empty packages are removed afterwards, so that the real ones can still be imported.
     """
     above = package.split(".")[:-1]
     around = [".".join(above[: depth + 1]) for depth in range(len(above))]
-    folder = Path(find_spec(above[0]).origin).parent
+    folder, there = Path(find_spec(above[0]).origin).parent, {place: sys.modules.get(place) for place in around}
     for depth, place in enumerate(around):
         sys.modules[place] = ModuleType(place)
         sys.modules[place].__path__ = [str(folder.joinpath(*above[1 : depth + 1]))]
     try:
         return [imported(f"{package}.{name}") for name in names][-1]
     finally:
-        for place in around:
+        for place, module in there.items():
             del sys.modules[place]
+            if module:
+                sys.modules[place] = module
 
 
 def without_triton(module: ModuleType) -> Callable[..., Any]:

@@ -4,8 +4,8 @@
     python -m benchmarks.trl_sampling_masks --tokenizer FOLDER --wide    # two layers of Qwen2.5-0.5B and its vocabulary
 
 Both sides sample with top-p 0.9, top-k 50 and temperature 0.8, and train in float32 on 8 rollouts of one prompt, on all
-of their tokens. Each runs in a process of its own, because a process's peak of memory can only rise, and they take
-turns: the table has the medians of the rounds, and the smallest and largest values.
+of their tokens. Each side runs in a process of its own, because a process's peak of memory can only rise. The two sides
+take turns. The table has the medians of the rounds, and the smallest and largest values.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens. Model, batch and
 everything else are the same. The model has random weights, which no update changes, so all trainers share it. Lengths,
-rewards and entropies are a real model's (recorded.py): the id of a token says its entropy, and the trainers get this
-entropy in place of the model's, which is computed all the same.
+rewards and entropies are a real model's (recorded.py): the id of a token determines its recorded entropy. The trainers
+get the recorded entropies in place of the model's, but still compute the model's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from d3s_kernels.integrations.trl.head import d3s_head
 from . import inputs
 from .recorded import answers, entropy_of, tokens_of
 from .sizes import Sizes
-from .targets import COMPUTED_FROM, LAYERS, SEVEN_BILLION, SMALL_MODEL
+from .targets import COMPUTED_FROM, SMALL_MODEL, SMALL_VOCABULARY
 
 GRPO, GRPO_OUR_HEAD = "GRPOTrainer", "GRPOTrainer with our LM head"  # the second shows the head's effect alone
 OURS, OURS_PASS = "d3s_kernels", "d3s_kernels, entropy from a pass before"
@@ -65,11 +65,11 @@ class Shape(NamedTuple):
         )
 
 
-# Qwen2.5's shapes, and a small one. In the small one, too, the LM head has 28 % of the weights in products.
+# Qwen2.5's shapes, and a small one. The LM head has 28 % of the weights in products in 0.5B, 29 % in the small model.
 SHAPES = {
-    SMALL_MODEL: Shape(8, 256, 1_024, 4, 2, True, vocabulary=12_288),
+    SMALL_MODEL: Shape(8, 256, 1_024, 4, 2, True, SMALL_VOCABULARY),
     "0.5B": Shape(24, 896, 4_864, 14, 2, True),
-    **{f"{SEVEN_BILLION}, {few} of {LAYERS} layers": Shape(few, 3_584, 18_944, 28, 4, False) for few in COMPUTED_FROM},
+    **{f"7B, {few} layers": Shape(few, 3_584, 18_944, 28, 4, False) for few in COMPUTED_FROM},
 }
 
 
@@ -86,7 +86,9 @@ class Watched(GRPOTrainer):
         score = super()._get_per_token_logps_and_entropies
         logprob, entropy, aux = score(model, input_ids, attention_mask, logits_to_keep, *more, **options)
         self.forwards.append((*input_ids.shape, attention_mask.sum()))
-        return logprob, None if entropy is None else entropy_of(input_ids[:, -logits_to_keep:]), aux
+        if entropy is not None:  # it is 0 where the head computed nothing
+            entropy = entropy_of(input_ids[:, -logits_to_keep:]).where(entropy != 0, 0)
+        return logprob, entropy, aux
 
 
 class WatchedD3S(D3STrainer, Watched):
@@ -124,6 +126,8 @@ class Update:
     @property
     def did(self) -> str:
         """What the latest call forwarded, and what it kept."""
+        if not self.trainer.forwards:
+            raise RuntimeError(f"{self.name}: TRL scores tokens in another way, so the model's own entropies counted")
         parts = []
         for rows, columns, tokens in self.trainer.forwards:
             parts.append(f"{rows} rows x {columns:,} columns, {1 - int(tokens) / (rows * columns):.0%} padding")
@@ -134,7 +138,9 @@ class Update:
 
 
 class KnownUpdate(Update):
-    """The update alone, with tokens chosen before it. It forwards what these tokens need (`cut`), or all tokens."""
+    """The update alone, with tokens chosen before it. With `cut`, it forwards only what these tokens need, else all
+    tokens.
+    """
 
     def __init__(self, sizes: Sizes, shape: str, *, cut: bool) -> None:
         super().__init__(OURS_PASS, sizes, shape)
@@ -148,8 +154,8 @@ class KnownUpdate(Update):
 
 
 class EntropyPass(Update):
-    """The entropy pass that precedes the choice of tokens, over all rollouts. Those without an advantage are skipped,
-    unless `every`.
+    """The entropy pass over all rollouts, which precedes the choice of tokens. With `every`, all rollouts are computed;
+    otherwise, rollouts with advantage 0 are skipped.
     """
 
     def __init__(self, sizes: Sizes, shape: str, *, every: bool) -> None:
@@ -166,7 +172,7 @@ class EntropyPass(Update):
         return super().did.rpartition("; ")[0]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
     """The model, created on its device and in its precision: drawing its weights on a CPU would take a minute."""
     torch.manual_seed(0)

@@ -1,9 +1,10 @@
-"""verl's fused LM head: ours (``impl_backend=d3s``) beside verl's ``torch``, in turns. Time, and peak memory.
+"""Measures time and peak memory of verl's fused LM head with two back-ends, in turns: our ``d3s`` and verl's ``torch``.
 
     .venv/verl-0.9.1/bin/python -m benchmarks.verl_head
 
 The micro-batch has packed rows: prompts, and responses. An update keeps a share of the response tokens. verl's back-end
-computes every position; ours computes those that are read. Both are called as verl's models call them.
+computes all positions. Our back-end computes only the positions whose results are read. Both are called as verl's
+models call them.
 """
 
 from __future__ import annotations

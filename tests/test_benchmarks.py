@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from helpers import slow
 from benchmarks import __main__ as run
 from benchmarks import computed, harness, judging, machine, order, page, quiet, report, targets, timing, withdrawn
 from benchmarks import recorded as real
-from benchmarks.clock import ONE_CALL, Once, Ready
+from benchmarks.clock import FEW_CALLS, Ready, Slow
 from benchmarks.harness import OURS
 from benchmarks.sizes import sizes_for
 from benchmarks.timing import Timing
@@ -216,11 +217,11 @@ def test_too_few_rounds_decide_nothing(rule: judging.Rule, rounds: int) -> None:
 
 @pytest.mark.parametrize("rule", [CPU, GPU])
 def test_a_time_that_was_taken_once_may_be_off(rule: judging.Rule) -> None:
-    rivals = timings([1.0] * 9, timed_by=ONE_CALL, slow=[10.0] * 9)
+    rivals = timings([1.0] * 9, timed_by=FEW_CALLS, slow=[10.0] * 9)
     found = judging.Within("", "slow", 0.11).judge(rivals, rule)
     assert (found.value, found.outcome) == (0.1, "undecided")
     assert found.interval == pytest.approx((0.085, 0.1 / 0.85))
-    assert harness.CpuClock().ready(Once(int)).timed_by == ONE_CALL
+    assert harness.CpuClock().ready(Slow(int)).timed_by == FEW_CALLS
     assert report.of_contender(rivals["slow"])["median_interval"] is None
 
 
@@ -613,12 +614,17 @@ def test_answers_are_recorded_ones_in_the_sizes_of_a_contest() -> None:
 
 
 def test_a_whole_model_is_computed_from_its_first_layers() -> None:
-    def seconds(layers: int) -> dict[str, Timing]:
-        return timings([1 + layers / 4] * 6, GRPOTrainer=[3 + layers / 2] * 6)
-
-    contests = {f"an update, {name}": seconds(n) for name, n in ((computed.FEW, 2), (computed.MORE, 6))}
-    ((name, found),) = computed.with_computed(contests).items()
+    few, more = ([a + layers * b for a, b in ((1, 0.25), (3, 0.5))] for layers in computed.COMPUTED_FROM)
+    both = {"GRPOTrainer": more[1], f"{OURS}{computed.WITH_FEW}": few[0], f"GRPOTrainer{computed.WITH_FEW}": few[1]}
+    measured = timings([more[0]] * 6, **{name: [seconds] * 6 for name, seconds in both.items()}, alone=[9.0] * 6)
+    ((name, found),) = computed.with_computed({f"an update, {computed.SOURCE}": measured}).items()
     assert name == "an update, 7B, 28 layers, computed"
-    assert found["d3s_kernels"].seconds == pytest.approx([8.0] * 6)
-    assert found["GRPOTrainer"].seconds == pytest.approx([17.0] * 6)
+    assert {name: timing.seconds for name, timing in found.items()} == {OURS: [8.0] * 6, "GRPOTrainer": [17.0] * 6}
     assert found["GRPOTrainer"].did.startswith("computed from 2 and 6 layers, 500 ms a layer")
+
+
+def test_a_line_says_what_was_done_in_its_times() -> None:
+    contenders = timings([1.0] * 6, peer=[2.0] * 6)
+    said = {name: dataclasses.replace(timing, did=f"{name} rows") for name, timing in contenders.items()}
+    line = report.judge(judging.Faster("a contest", ("peer",)), said, GPU)
+    assert report.cells(line)[4] == f"2x as fast (2 to 2); ours: {OURS} rows; the other: peer rows"

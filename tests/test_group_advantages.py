@@ -66,6 +66,7 @@ def test_rounding_errors_are_no_advantages(ddof: int, scale: str) -> None:
 def test_a_group_has_advantages_where_it_has_a_spread(dtype: torch.dtype) -> None:
     """Rewards of several sizes lie a few of their rounding steps apart: fewer than count as equal, and more."""
     steps = (14 * torch.rand(40, 3, 1) * torch.rand(40, 3, 5)).floor().double()
+    steps[0, :, 0], steps[0, :, 1:], steps[1] = 0, 13, 0  # whatever is drawn: one group of each kind
     sizes = torch.tensor([0.01, 1.0, -700.0]).double().view(3, 1)
     rewards = (sizes * (1 + torch.finfo(dtype).eps * steps)).to(dtype)
     same = groups_without_spread(rewards)

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,23 +33,14 @@ def test_it_is_what_the_newest_run_says(check: Callable[[], int]) -> None:
 
 @pytest.mark.parametrize("contender", overview.CONTENDERS.values())
 def test_other_times_are_found(contender: str, check: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = copy.deepcopy(overview.newest_on_gpu())
+    path, run = copy.deepcopy(overview.newest()[0])
     run["contests"][overview.CONTEST][contender]["median_seconds"] += 0.001
-    monkeypatch.setattr(overview, "newest_on_gpu", lambda: run)
+    monkeypatch.setattr(overview, "newest", lambda: [(path, run)])
     assert check() == 1
 
 
-def test_the_newest_run_counts_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(device: str, date: str) -> tuple[Path, dict[str, Any]]:
-        return Path(), {"device": device, "date": date, "machine": device}
-
-    runs = [run("cuda", "2026-03-02"), run("cuda", "2026-03-03"), run("cuda", "2026-03-01"), run("cpu", "2026-03-04")]
-    monkeypatch.setattr(overview, "newest", lambda: runs)
-    assert overview.newest_on_gpu() is runs[1][1]
-
-
 def test_half_of_the_rollouts_and_a_tenth_of_their_tokens_are_kept() -> None:
-    shown = overview.shown_of(overview.recorded(), overview.newest_on_gpu())
+    shown = overview.shown_of(overview.recorded(), overview.newest()[0][1])
     shares = [part / whole for part, whole in (map(int, count.split(" of ")) for _, count in shown.headings[:2])]
     assert shares == pytest.approx([0.5, 0.1], abs=0.005)  # a part of a token is a whole one
     assert shown.kept[-1][shown.opened]
@@ -60,7 +50,7 @@ def test_the_file_keeps_its_words(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from overview_picture import draw
 
-    shown = overview.shown_of(overview.recorded(), overview.newest_on_gpu())
+    shown = overview.shown_of(overview.recorded(), overview.newest()[0][1])
     draw(tmp_path / "overview.png", shown)
     assert words_in(tmp_path / "overview.png") == shown.words()
     assert (tmp_path / "overview.png").stat().st_size < MOST_BYTES

@@ -140,13 +140,14 @@ def test_errors_name_the_argument(tmp_path: Path, capsys: pytest.CaptureFixture[
     for config, arguments, said in (
         ({"model_type": "qwen3_next"}, [], "model_type: got 'qwen3_next'; takes gemma, gemma2, "),
         ({"text_config": {"model_type": "qwen2_vl_text"}}, [], "model_type: got 'qwen2_vl_text'; takes gemma, "),
-        (hybrid, [], "layer_types: got 'linear_attention'; takes full_attention and sliding_attention; for a model of"),
+        (hybrid, [], "layer_types: got 'linear_attention'; takes full_attention and sliding_attention; if the"),
         (SIZES | {"model_type": "gemma"}, [], "--head-dim: got None for head_dim; takes a whole number of at least 1"),
         ([], [], "config: got {}; takes a config.json, its folder, or else a model's numbers"),
         (None, LLAMA[:1], "--hidden: got None for hidden_size; takes a whole number of at least 1"),
         (None, [*LLAMA, "--lengths", str(lines)], "line 2: got 1.5; takes a whole number of at least 1"),
         (None, [*LLAMA, "--lengths", "9,8"], "--lengths: got '9,8'; takes a file, or a mean and a maximum above it"),
         (None, [*LLAMA, "--token-share", "two"], "--token-share: got 'two'; takes a number in (0, 1]"),
+        (None, [*LLAMA, "--passes=old", "--off-policy=0.2"], "--passes: got 'old' with --off-policy 0.2; takes vllm"),
         (None, [*LLAMA, "--micro-batch", "7"], "--micro-batch: got 7; takes a divisor of 64, all rollouts"),
     ):
         file.write_text(json.dumps(config))

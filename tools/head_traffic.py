@@ -198,32 +198,35 @@ def backward(
 WIDTHS, VOCABULARIES, ROWS = (896, 3_584), (151_936, 50_257), (4_096, 32_768)
 # For each kind of weight gradient: options of backward(), and the bytes per element of a returned gradient.
 KINDS = {
-    "returned": ({}, 2), "added in float32": ({"into": torch.float32}, 0),
-    "added in bfloat16": ({"into": torch.bfloat16}, 0), "frozen": ({"frozen": True}, 0),
-}  # fmt: skip
-HEAD = (
-    "| call | products: 1e12 operations; GB | the rest, GB | peak, MiB | ms on H100; H200 |\n"
-    "| --- | --- | --- | --- | --- |\n"
-)
+    "weight's gradient returned": ({}, 2),
+    "weight's gradient added to a float32 tensor": ({"into": torch.float32}, 0),
+    "weight's gradient added to a bfloat16 tensor": ({"into": torch.bfloat16}, 0),
+    "weight frozen": ({"frozen": True}, 0),
+}
+HEAD = "| call | matrix products | everything else | peak memory | predicted time |\n| --- | --- | --- | --- | --- |\n"
 
 
 def line(call: str, traffic: Traffic, outputs: int) -> str:
     moved = sum(each.bytes for each in traffic.products)
     cells = (
-        call, f"{traffic.operations / 1e12:.2f}; {moved / GB:.2f}", f"{traffic.moved / GB:.2f}",
-        f"{(traffic.peak - outputs) / MIB:,.0f}", "; ".join(f"{1e3 * traffic.seconds(gpu):.2f}" for gpu in GPUS),
-    )  # fmt: skip
+        call,
+        f"{traffic.operations / 1e12:.2f}e12 operations and {moved / GB:.2f} GB in products",
+        f"{traffic.moved / GB:.2f} GB elsewhere",
+        f"peak {(traffic.peak - outputs) / MIB:,.0f} MiB",
+        ", ".join(f"{1e3 * traffic.seconds(gpu):.2f} ms on {gpu}" for gpu in GPUS),
+    )
     return f"| {' | '.join(cells)} |\n"
 
 
 def table(width: int, vocabulary: int) -> str:
     lines = [f"### H = {width:,}, V = {vocabulary:,}\n\n", HEAD]
     for rows in ROWS:
-        lines.append(line(f"{rows:,} rows, forward", forward(rows, width, vocabulary), 16 * rows))
+        lines.append(line(f"forward, {rows:,} rows", forward(rows, width, vocabulary), 16 * rows))
         for share, (kind, (options, weight_bytes)) in product((1.0, 0.1), KINDS.items()):
             traffic = backward(rows, width, vocabulary, active=int(share * rows), **options)
             outputs = 2 * rows * width + weight_bytes * vocabulary * width
-            lines.append(line(f"{rows:,}{'' if share == 1 else ', 10 %'}, {kind}", traffic, outputs))
+            given = f"{rows:,} rows" if share == 1 else f"10 % of {rows:,} rows"
+            lines.append(line(f"backward, {given}, {kind}", traffic, outputs))
     return "".join(lines)
 
 

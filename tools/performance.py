@@ -31,38 +31,68 @@ Result = tuple[Path, Run]
 # The rows of a table: what the page says, the contest, and what ours is compared with. Rows of no run are left out.
 HEAD, MASKED = "linear_logprob_entropy forward", "with a sampling mask, added to a gradient"
 RATIO = "importance_ratio with its gradient, sequence"
+MASKED_HEAD = "LM head with a sampling mask, forward and backward, gradient added in place"
 GPU_ROWS = (
     ("`logprob_entropy`, forward", "logprob_entropy forward", "TRL's Triton kernel"),
-    ("its backward", "logprob_entropy backward, both gradients", "copy"),
-    ("forward, half of the rows masked", "logprob_entropy forward, half of the rows masked (right-padded)", "all rows"),
+    ("`logprob_entropy`, backward", "logprob_entropy backward, both gradients", "copy"),
+    (
+        "`logprob_entropy`, forward, half of the rows masked",
+        "logprob_entropy forward, half of the rows masked (right-padded)",
+        "all rows",
+    ),
     ("`select_tokens_from_logits`", "select_tokens_from_logits", "logprob_entropy"),
     ("LM head, forward", f"{HEAD}, wide, bf16", "matmul"),
     ("LM head, forward", f"{HEAD}, wide, bf16", "Liger's head"),
-    ("LM head, both ways", f"{HEAD} + backward, wide, bf16", "four products"),
-    ("LM head, both ways", f"{HEAD} + backward, wide, bf16", "Liger's head"),
+    ("LM head, forward and backward", f"{HEAD} + backward, wide, bf16", "four products"),
+    ("LM head, forward and backward", f"{HEAD} + backward, wide, bf16", "Liger's head"),
     (
-        "LM head, both ways, 10 % of the tokens",
+        "LM head, forward and backward, 10 % of the rows with a gradient",
         f"{HEAD} + backward, 10% of the tokens, wide, bf16",
         "Liger's head, all tokens",
     ),
-    ("LM head, both ways, with a sampling mask, added to a gradient", f"{HEAD} + backward, {MASKED}", "all tokens"),
-    ("`topk_mask`, 10 %", "topk_mask of a batch, 10%", "topk + scatter"),
+    (MASKED_HEAD, f"{HEAD} + backward, {MASKED}", "all tokens"),
+    ("`topk_mask`, 10 % of each row", "topk_mask of a batch, 10%", "topk + scatter"),
     ("`topk_mask`, 10 % of one segment", "topk_mask of a segment, 10%", "topk + scatter"),
-    ("`max_variance_select`, groups", "max_variance_select, groups", "vectorised PyTorch"),
-    ("`max_variance_select`, one pool", "max_variance_select, pool", "vectorised PyTorch"),
-    ("`importance_ratio` of sequences, with its gradient", RATIO, "verl's formula"),
-    ("TRL's update of a 0.5B model: half of the rollouts, 10 % of their tokens", FULL_UPDATE, "GRPOTrainer"),
-    ("its peak memory, beyond the model", "TRL's update, peak memory beyond its model", "GRPOTrainer"),
+    ("`max_variance_select` in groups", "max_variance_select, groups", "vectorised PyTorch"),
+    ("`max_variance_select` in one pool", "max_variance_select, pool", "vectorised PyTorch"),
+    ("`importance_ratio` of sequences, with gradient", RATIO, "verl's formula"),
+    ("TRL's update of a 0.5B model, half of the rollouts and 10 % of their tokens kept", FULL_UPDATE, "GRPOTrainer"),
+    ("this update's peak memory, beyond the model", "TRL's update, peak memory beyond its model", "GRPOTrainer"),
 )
 CPU_ROWS = (
     ("`logprob_entropy`, forward", "logprob_entropy forward", "TRL"),
     ("`logprob_entropy`, forward", "logprob_entropy forward", "torch.compile"),
-    ("its backward", "logprob_entropy backward, both gradients", "TRL"),
-    ("LM head, both ways, with a sampling mask, added to a gradient", f"{HEAD} + backward, {MASKED}", "all tokens"),
-    ("`topk_mask`, 10 %", "topk_mask of a batch, 10%", "topk + scatter"),
-    ("`max_variance_select`, groups", "max_variance_select, groups", "vectorised PyTorch"),
-    ("`importance_ratio` of sequences, with its gradient", RATIO, "verl's formula"),
+    ("`logprob_entropy`, backward", "logprob_entropy backward, both gradients", "TRL"),
+    (MASKED_HEAD, f"{HEAD} + backward, {MASKED}", "all tokens"),
+    ("`topk_mask`, 10 % of each row", "topk_mask of a batch, 10%", "topk + scatter"),
+    ("`max_variance_select` in groups", "max_variance_select, groups", "vectorised PyTorch"),
+    ("`importance_ratio` of sequences, with gradient", RATIO, "verl's formula"),
 )
+# What the page says for names in the results. Names that are not here stay as they are.
+OTHERS = {
+    "copy": "a copy of the logits",
+    "all rows": "no row masked",
+    "logprob_entropy": "`logprob_entropy`",
+    "matmul": "its matrix product",
+    "four products": "its four matrix products",
+    "Liger's head, all tokens": "Liger's head, all rows with a gradient",
+    "all tokens": "our LM head without the mask",
+    "topk + scatter": "torch's `topk` and `scatter`",
+    "TRL": "TRL's PyTorch",
+    "torch.compile": "the formula under `torch.compile`",
+}
+MISSED = {
+    "topk_mask of a batch": "`topk_mask`, 5 to 20 % of each row",
+    "importance_ratio, entropy_group": "`importance_ratio` of entropy groups",
+    "importance_ratio with its gradient, entropy_group": "`importance_ratio` of entropy groups, with gradient",
+    "overhead of a call": "time until a call returns, by op",
+    "topk_mask of a batch, 10%, in Triton": "`topk_mask` in Triton, 10 % of each row",
+    "TRL's update, peak memory beyond its model": "TRL's update, peak memory",
+    f"{HEAD}, wide, bf16": "LM head, forward, bfloat16 logits",
+    f"{HEAD}, wide, bf16, fp32 logits": "LM head, forward, float32 logits",
+    "max_variance_select, pool": "`max_variance_select` in one pool",
+}
+AGAINST = {"copy": "a copy", "CUDA library": "our CUDA kernel", "matmul": "its matrix product"}
 
 BEGIN = """# Performance
 
@@ -72,34 +102,38 @@ BEGIN = """# Performance
 
 ## On a GPU
 
-A cell has our time, the other's, and their ratio, with its 95 % interval where that shows. A row without a size has the
-size above it.
+A cell has our time, the other's time and their ratio. The ratio's 95 % interval follows in brackets, if it is wide
+enough to show. Sizes of LM heads are rows x width x vocabulary. A row without a size has the size above it.
 
 """
 SAID_PLAINLY = """
-- By its time and the bytes of the logits, the forward reads {rates}.
-- verl's formula is eager PyTorch. A compiled formula may be as fast as ours for ratios of tokens.
-- TRL's update ran in three rounds, so it has no interval. All its completions are full: there is no padding to skip.
-- It gains most from half of the rollouts. On all rollouts and tokens our LM head is slower than TRL's there, {our_head}
-  beside {trl}, because it makes float32 logits.
-
+- `logprob_entropy`'s forward reads {rates}.
+- verl's formula is eager PyTorch. Compiled, it may be as fast as ours for ratios of tokens.
+"""
+OF_THE_UPDATE = """\
+- TRL's update ran in {rounds} rounds{too_few}. All completions are full, without padding to skip.
+- The update gains most from half of the rollouts. With all rollouts and tokens it takes {our_head} with our LM head and
+  {trl} with TRL's, because ours makes float32 logits.
+"""
+MISSED_HERE = """
 ## Missed on a GPU
 
 """
 WITHDRAWN = """
 ## Withdrawn
 
-These figures stood here, and did not say what they seemed to say:
+These figures stood here, but did not say what they seemed to say:
 
 """
-NOT_QUIET = " It was not quiet: {low:,} of {probes:,} probes were slow, so its times may be too long."
+NOT_QUIET = " Other work slowed {low:,} of {probes:,} probes of its speed, so its times may be too long."
 MEASURED = """
 ## How it was measured
 
-Contenders take turns, round by round; warm-up and compilation are not timed. A ratio is the median of the rounds'
-ratios on a GPU, and that of the fastest rounds on a CPU, which is shared. A peer is called as its users call it, and is
-checked to compute the same. Targets are written down before a run. To measure on your machine: `make gpu`, or `make
-bench` on a CPU. Each machine's page has all targets, what bounds them, and every contender:
+Contenders take turns, round by round; warm-up and compilation are not timed. On a GPU, a ratio is the median of the
+rounds' ratios. A CPU is shared, so there a ratio is that of the fastest rounds. Other code is called as its users call
+it, and checked to compute the same. Targets are written down before a run; a target within the interval is undecided.
+To measure on your machine: `make gpu`, or `make bench` on a CPU. Each machine's page has all targets, what bounds them,
+and every contender:
 
 """
 
@@ -140,6 +174,7 @@ def page(results: list[Result]) -> str:
         BEGIN.format(picture=PICTURE.name),
         comparisons(GPU_ROWS, gpus),
         said_plainly(gpus),
+        MISSED_HERE,
         missed(gpus),
         WITHDRAWN,
         *(f"- {reason}\n" for reason in dict.fromkeys(why for path, _ in results for why in reasons(path.stem))),
@@ -159,9 +194,15 @@ def comparisons(rows: tuple[tuple[str, str, str], ...], runs: list[Run]) -> str:
         found = [row_of(run, contest, other) for run in runs]
         size = next((row["size"] for row in found if row), None)
         if size is not None:
-            lines.append((label if size == last else f"{label}, {size}", other, *map(cell, found)))
+            named = size.removeprefix(last).removeprefix(", ").replace("kept tokens", "ids in the sets")
+            lines.append((f"{label}, {named}" if named else label, OTHERS.get(other, other), *map(cell, found)))
             last = size
-    return pages.table(("what", "beside", *map(pages.name_of, runs)), lines) + "\n"
+    return pages.table(("what", "compared with", *map(short, runs)), lines) + "\n"
+
+
+def short(run: Run) -> str:
+    """A GPU's name without its maker and its memory."""
+    return pages.name_of(run).removeprefix("NVIDIA ").partition(" 80GB")[0]
 
 
 def row_of(run: Run, contest: str, other: str) -> Row | None:
@@ -176,22 +217,29 @@ def cell(row: Row | None) -> str:
     if row is None:
         return "not measured"
     ours, theirs, ratio = map(shortened, (row["ours"], row["against"].partition(": ")[2], row["value"]))
-    return f"{ours}, {theirs}: {ratio}"
+    ours = ours.partition(" ")[0] if ours.split()[1:] == theirs.split()[1:] else ours  # one unit is enough
+    return f"{ours} against {theirs}: {ratio.replace('the bandwidth', 'its bandwidth')}"
 
 
 def shortened(text: str) -> str:
     """Without the other time, median or fastest, and without an interval that does not show in the digits."""
     text = re.sub(r"; median [^)]*| \((median|fastest) [^)]*\)", "", text)
-    return pages.plain(re.sub(r"^([\d.]+)(\D*) \(\1 to \1\)$", r"\1\2", text))
+    text = re.sub(r"^([\d.]+)(\D*) \(\1 to \1\)$", r"\1\2", text)
+    return pages.plain(re.sub(r"\(([\d.]+) to ([\d.]+)\)$", "(\\1\N{EN DASH}\\2)", text))
 
 
 def said_plainly(gpus: list[Run]) -> str:
-    contest = gpus[0]["contests"][FULL_UPDATE]
-    our_head, trl = (
-        pages.duration(contest[name]["median_seconds"]) for name in ("GRPOTrainer with our LM head", "GRPOTrainer")
-    )
     rates = [bytes_a_second(run) for run in gpus if pages.name_of(run) in SPECIFIED]
-    return SAID_PLAINLY.format(rates=" and ".join(rates), our_head=our_head, trl=trl)
+    said = SAID_PLAINLY.format(rates=" and ".join(rates))
+    if contest := gpus[0]["contests"].get(FULL_UPDATE):
+        trl, our_head = (contest[name] for name in ("GRPOTrainer", "GRPOTrainer with our LM head"))
+        said += OF_THE_UPDATE.format(
+            rounds=trl["rounds"],
+            too_few="" if contest["d3s_kernels"]["times_ours"]["interval"] else ", too few for an interval",
+            our_head=pages.duration(our_head["median_seconds"]),
+            trl=pages.duration(trl["median_seconds"]),
+        )
+    return said
 
 
 def bytes_a_second(run: Run) -> str:
@@ -200,7 +248,7 @@ def bytes_a_second(run: Run) -> str:
     *shape, dtype = timing["size"].replace(",", "").replace(" x ", " ").split()
     rate = prod(map(int, shape)) * {"bfloat16": 2}[dtype] / timing["median_seconds"]
     name = pages.name_of(run)
-    return f"{rate / 1e12:.2f} TB/s on {name} (specified: {SPECIFIED[name] / 1e12:.3g})"
+    return f"{rate / 1e12:.2f} TB/s on the {short(run)} (specified: {SPECIFIED[name] / 1e12:.3g})"
 
 
 def missed(runs: list[Run]) -> str:
@@ -210,10 +258,11 @@ def missed(runs: list[Run]) -> str:
         for row in run["targets"]:
             if row["outcome"] == "missed":
                 what = re.sub(r"^overhead of \w+", "overhead of a call", re.sub(r", \d+%$", "", row["what"]))
-                what += f", beside {against(row)}" if row["against"] else ""
+                what = MISSED.get(what, what)
+                what += f", beside {AGAINST.get(against(row), against(row))}" if row["against"] else ""
                 found.setdefault((what, row["bound"]), [[] for _ in runs])[index].append(row)
     lines = [(what, bound, *map(span, of_runs)) for (what, bound), of_runs in found.items()]
-    names = map(pages.name_of, runs)
+    names = map(short, runs)
     return f"{' '.join(map(counts, runs))}\n\n{pages.table(('missed', 'target', *names), lines)}\n"
 
 
@@ -222,9 +271,12 @@ def counts(run: Run) -> str:
 
 
 def span(rows: list[Row]) -> str:
-    """The least and the largest value, in the unit of the target."""
+    """The least and the largest value, with the unit of the target."""
     values = [row["value"].split()[0] for row in sorted(rows, key=lambda row: row["verdict"]["value"])]
-    return " to ".join(dict.fromkeys([values[0], values[-1]])) if values else "not missed"
+    if not values:
+        return "not missed"
+    unit = " us" if rows[0]["bound"].endswith(" us") else ""
+    return " to ".join(dict.fromkeys([values[0], values[-1]])) + unit
 
 
 if __name__ == "__main__":

@@ -66,13 +66,13 @@ def calls() -> dict[str, Callable[[], object]]:
     flat, rewards = scores.view(-1), torch.zeros(1 << 16)
     return {
         "topk_mask, 512 x 8,192": lambda: d3s.topk_mask(scores, 0.2),
-        "topk_mask, 512 ragged segments, 4 M": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets),
-        "the same, max_segment=8192": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets, max_segment=8192),
-        "select_tokens, a batch of 4 M": lambda: d3s.select_tokens(scores, advantages, 0.2),
-        "max_variance_select, 1,024 x 64": lambda: d3s.max_variance_select(rewards.view(-1, 64), 16),
-        "max_variance_select, 64 x 1,024": lambda: d3s.max_variance_select(rewards.view(64, -1), 256),
-        "max_variance_select, 65,536": lambda: d3s.max_variance_select(rewards, 16_384),
-        "compact, 4 M": lambda: d3s.compact(flat > 0, 1 << 20),
+        "topk_mask, 512 ragged segments of 4 M scores": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets),
+        "the same segments, max_segment=8192": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets, max_segment=8192),
+        "select_tokens, a batch of 4 M scores": lambda: d3s.select_tokens(scores, advantages, 0.2),
+        "max_variance_select, 1,024 groups of 64": lambda: d3s.max_variance_select(rewards.view(-1, 64), 16),
+        "max_variance_select, 64 groups of 1,024": lambda: d3s.max_variance_select(rewards.view(64, -1), 256),
+        "max_variance_select, a pool of 65,536": lambda: d3s.max_variance_select(rewards, 16_384),
+        "compact, a mask of 4 M": lambda: d3s.compact(flat > 0, 1 << 20),
     }
 
 
@@ -113,20 +113,20 @@ def lines(emulated: Path, cuda: Path) -> Iterator[str]:
     from disassembly import kernels, resources
 
     used, code = resources(cuda, "sm_90"), kernels(cuda, "sm_90")
-    yield "| selection | launch | blocks x threads | on a multiprocessor; waves | registers; code |"
+    yield "| selection | launch | blocks and threads | blocks at a time, waves | registers, code |"
     yield "| --- | --- | --- | --- | --- |"
     for name, of in counted(emulated).items():
-        for number, launch in enumerate(of):
-            first = name if number == 0 else ""
+        for launch in of:
             if launch.name == "memset":
-                yield f"| {first} | memset | | | |"
+                yield f"| {name} | memset | no kernel | | |"
                 continue
             (kernel,) = (key for key in used if re.search(KERNELS[launch.name], key))
             registers, together = used[kernel].registers, resident(launch, used[kernel].registers)
             waves = launch.blocks / (MULTIPROCESSORS * together)
             yield (
-                f"| {first} | {launch.name} | {launch.blocks:,} x {launch.threads} | {together}; {waves:.2f} "
-                f"| {registers}; {len(code[kernel]) * 16 / 1024:.1f} KB |"
+                f"| {name} | {launch.name} | {launch.blocks:,} blocks of {launch.threads} threads "
+                f"| {together} on a multiprocessor, {waves:.2f} waves "
+                f"| {registers} registers a thread, {len(code[kernel]) * 16 / 1024:.1f} KB of code |"
             )
 
 

@@ -27,15 +27,16 @@ from .model import NUMBERS, from_config
 PROG = "python -m d3s_kernels.savings"
 DRAWS = 16  # batches, from fixed seeds
 NOTES = f"""\
-Operations of matrix products, 2 for each multiply-add, as in TRL 1.16: counts, not times. Means of {DRAWS} batches of
-one process, drawn with independent lengths, rewards and entropies. Attention counts as full squares: a causal kernel
-computes half, one with a window less. Not counted: norms and all else between products, the efficiency of kernels (of
-attention, or of few rows), an adapter's products, a reference model, the optimizer, communication, the host."""
+These are counts, not times: operations of matrix products as in TRL 1.16, two for each multiply-add. They are means
+of {DRAWS} batches of one process, which are drawn with independent lengths, rewards and entropies. Attention counts as
+full squares: a causal kernel computes half of them, one with a window less. Not counted: norms and all else between
+products, how efficient kernels are (for attention, or for few rows), an adapter's products, a reference model, the
+optimizer, communication and the host."""
 FINDING = """\
-Not counted: what is learnt. In our small experiment (experiments/learning/README.md), training on 8 of 32 rollouts was
-as good as on all 32 in the same priced time. It was ahead of generating only 8 only where successes were rare, prompts
-few and generation nearly free; where generation cost 0.4 of an update or more, generating 8 had the higher mean.
-Leaving out tokens gained nothing."""
+What is learnt is not counted either. In our small experiment (experiments/learning/README.md), training on 8 of 32
+rollouts was as good as on all 32 in the same priced time. It was ahead of generating only 8 where successes were rare,
+prompts few and generation nearly free; where generation cost 0.4 of an update or more, generating 8 had the higher
+mean. Leaving out tokens gained nothing."""
 BELOW_1 = Takes(lambda value: type(value) in (int, float) and 0 <= value < 1, "a number in [0, 1)")
 BETWEEN = Takes(lambda value: BELOW_1.fits(value) and value > 0, "a number in (0, 1)")
 OPTIONS: dict[str, tuple[Takes, float | None, str]] = {
@@ -71,24 +72,29 @@ def options_of(arguments: Sequence[str] | None, prog: str = PROG) -> argparse.Na
     add("--json", action="store_true", help="one JSON object, for programs")
     options = parser.parse_args(arguments)
     numbers = {key: value for key in NUMBERS if (value := vars(options)[key]) is not None}
-    options.values = {name: vars(options)[name[2:].replace("-", "_")] for name in OPTIONS}
+    switches = "--lengths", "--passes", "--no-checkpointing", "--lora", "--frozen-head"
+    options.values = values = {name: vars(options)[name[2:].replace("-", "_")] for name in (*OPTIONS, *switches)}
     try:
         config: Any = {"model_type": "mixtral" if "num_local_experts" in numbers else "llama"}
         if options.config or not numbers:
             file = Path(options.config or "no config")
             file = file / "config.json" if file.is_dir() else file
-            config = number(file.read_text(encoding="utf-8")) if file.is_file() else None
+            config = number(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
             if not isinstance(config, dict):
                 raise ValueError(f"config: got {file}; takes a config.json, its folder, or else a model's numbers")
         for name, (takes, *_) in OPTIONS.items():
-            if not takes.fits(value := options.values[name]):
+            if not takes.fits(value := values[name]):
                 raise ValueError(f"{name}: got {value!r}; takes {takes.words}")
         if (rollouts := options.prompts * options.group_size) % options.micro_batch:
             raise ValueError(f"--micro-batch: got {options.micro_batch}; takes a divisor of {rollouts}, all rollouts")
+        if options.off_policy and options.passes == "old":
+            raise ValueError(
+                f"--passes: got 'old' with --off-policy {options.off_policy}; takes vllm, which makes them known"
+            )
         options.model, options.lengths = from_config(config, numbers), lengths_of(options.lengths)
     except ValueError as error:
         parser.error(f"argument {error}")
-    options.passes = "vllm" if options.off_policy else options.passes
+    options.passes = values["--passes"] = "vllm" if options.off_policy else options.passes
     return options
 
 
@@ -98,9 +104,13 @@ def _sentences(shares: dict[str, float]) -> list[str]:
     saved = {
         name: (shares["rollouts"] if " + " in name else 1) - share for name, share in shares.items() if name != TRL
     }
-    little = [f"{name.replace('s +', 's, then')} ({100 * part:.0f} %)" for name, part in saved.items() if part < 0.1]
-    text = f"Saves less than 10 % of TRL's step, and does not pay: {'; '.join(little) or 'nothing'}."
-    return [f"Pays most: {best}, {shares[best]:.2f}x TRL's step.", text, FINDING]
+    little = [
+        f"{name.partition(' + ')[2] + ' besides rollouts' if ' + ' in name else name} ({100 * part:.0f} %)"
+        for name, part in saved.items()
+        if part < 0.1
+    ]
+    text = f"Does not pay, since it saves less than 10 % of TRL's step: {'; '.join(little) or 'nothing'}."
+    return [f"Pays most: {best}. A step computes {shares[best]:.2f}x as much as TRL's.", text, FINDING]
 
 
 def counted(options: argparse.Namespace) -> dict[str, Any]:
@@ -123,10 +133,10 @@ def counted(options: argparse.Namespace) -> dict[str, Any]:
             "padding": total["padding"] / total["body forward"],
         }  # fmt: skip
     tokens, vocabulary = options.micro_batch * longest, options.model.vocabulary
-    logits = {  # most bytes at a time: TRL has a tile in bfloat16, 4,096 tokens x 32,768 words; ours is float32
-        "TRL": 2 * min(tokens, 4096) * 32768,
-        "ours": min(SIZES["cuda"].workspace_bytes, 4 * tokens * vocabulary),
-        "all, in bfloat16": 2 * tokens * vocabulary,
+    logits = {  # most bytes at a time: TRL has a tile in bfloat16, 4,096 tokens x 32,768 ids; ours is float32
+        "in TRL": 2 * min(tokens, 4096) * 32768,
+        "in ours": min(SIZES["cuda"].workspace_bytes, 4 * tokens * vocabulary),
+        "if all were stored in bfloat16": 2 * tokens * vocabulary,
     }
     sentences = _sentences({choice: row["step"] for choice, row in rows.items()})
     return {
@@ -146,10 +156,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     if options.json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return 0
-    table = [["of TRL's update", *PARTS, "update", "step", "padding"]]
+    table = [["of TRL's", "step", "update", *PARTS, "padding"]]
     for choice, row in found["choices"].items():
         cells = [f"{100 * share:.1f} %" for share in (*row["shares"].values(), row["padding"])]
-        table.append([choice, *cells[:-1], f"{row['update']:.3f}x", f"{row['step']:.3f}x", cells[-1]])
+        table.append([choice, f"{row['step']:.3f}x", f"{row['update']:.3f}x", *cells])
     if sys.stdout.isatty() and find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
@@ -163,9 +173,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         for cells in table:
             print(cells[0].ljust(widths[0]) + "".join(map(str.rjust, cells[1:], widths[1:])))
     of_trl = sum(found["choices"][TRL]["operations"].values())
-    logits = ", ".join(f"{name} {number / 2**20:,.0f} MiB" for name, number in found["logits_bytes"].items())
+    logits = ", ".join(f"{number / 2**20:,.0f} MiB {name}" for name, number in found["logits_bytes"].items())
     print("\nWith", *(f"{name} {value}" for name, value in found["options"].items()))
-    print(f"TRL's update: {of_trl:.4g} operations. Logits of a micro-batch, at most: {logits}.")
+    if not options.generation_share:
+        print("Without --generation-share, a step is its update only.")
+    print(f"TRL's update has {of_trl:.4g} operations. Logits that a micro-batch holds at a time: {logits}.")
     print(*found["sentences"], "", NOTES, sep="\n")
     return 0
 

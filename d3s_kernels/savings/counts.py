@@ -67,7 +67,7 @@ def lengths_of(text: str) -> Callable[[Random], int]:
         return lambda draws: max(1, min(most, round(draws.lognormvariate(mu, SIGMA))))
     if not Path(text).is_file():
         raise ValueError(f"--lengths: got {text!r}; takes a file, or a mean and a maximum above it, as in 400,1024")
-    values = [number(line) for line in Path(text).read_text(encoding="utf-8").splitlines()]
+    values = [number(line) for line in Path(text).read_text(encoding="utf-8", errors="replace").splitlines()]
     values = [value.get("length") if isinstance(value, dict) else value for value in values]
     for line, value in enumerate(values or [None], 1):
         if type(value) is not int or value < 1:

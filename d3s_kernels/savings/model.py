@@ -16,7 +16,9 @@ NUMBERS = {  # of the command line, for a model like Llama, or like Mixtral
     "num_attention_heads": "--heads", "num_key_value_heads": "--kv-heads", "head_dim": "--head-dim",
     "vocab_size": "--vocab", "num_local_experts": "--experts", "num_experts_per_tok": "--experts-per-token",
 }  # fmt: skip
-INSTEAD = "; for a model of attention and an MLP or experts alone, give its numbers instead (--layers, --hidden, ...)"
+INSTEAD = (
+    "; if the model has attention and an MLP or experts, and nothing else, give its numbers (--layers, --hidden, ...)"
+)
 
 
 class Model(NamedTuple):
