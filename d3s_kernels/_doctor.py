@@ -92,7 +92,7 @@ def without_code(architectures: str, capability: tuple[int, int]) -> str:
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:
     """Checks each back-end that should run on the device. Returns the results for the JSON report, and whether all is
-    good: all results are right, and every back-end that serves users' calls has run.
+    good. All is good if all results are right, and if every back-end that serves users' calls has run.
     """
     names, serving = backends.runnable(device.type), backends.serving(device.type)
     good, examined = True, []
@@ -125,8 +125,8 @@ def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool
 
 
 def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | None, dict[str, Difference]]:
-    """Checks every op on one back-end. Returns an error message if the back-end does not run at all, else None; and the
-    worst result of each op.
+    """Checks every op on one back-end. Returns two values: an error message (None if the back-end runs), and the worst
+    result of each op.
     """
     ops: dict[str, Difference] = {}
     error = None
@@ -182,9 +182,9 @@ def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference
 
 
 def worst_of(op: str, device: torch.device, backend: str) -> Difference:
-    """Runs an op's call for each of ``LENGTHS``, and returns the difference that is the largest share of its allowed
-    error. If an error is larger than allowed, returns the first such difference, with the length in its ``output``. If
-    a call raises, returns a difference with the exception in its ``output``.
+    """Runs an op's call for each of ``LENGTHS``. Returns the :class:`Difference` with the largest ``share``. If an
+    error is larger than allowed, the calls stop: the difference with this error is returned, and its ``output`` also
+    names the length. If a call raises, the ``output`` of the returned difference names the exception.
     """
     row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
     found: list[Difference] = []

@@ -39,8 +39,8 @@ class Row:
     gradients: Mapping[str, Allowed] = field(default_factory=dict)
     """For each argument that has a gradient, the allowed error of this gradient."""
     from_found: bool = False
-    """Whether ``means`` also gets the results of the checked call, as its argument ``found``: the kept tokens must
-    follow exactly from the entropies that the call computed, although these have rounding errors.
+    """Whether ``means`` also gets the results of the checked call, as its argument ``found``. It needs them to check
+    that the kept tokens follow exactly from the entropies that the call computed, although these have rounding errors.
     """
 
 
@@ -96,7 +96,7 @@ def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
 
 def of_head(name: str) -> Allowed:
     """Returns the rule for the allowed error of a result of the LM head, or of an argument's gradient. For a gradient,
-    the allowed error of each element is a bound for the norm of the whole error.
+    the allowed error of a single element is a bound on the norm of the errors of all elements together.
 
     The error of a logit is assumed to be a few rounding steps of the terms in its sum. All other errors are derived
     from the error of the logits, to first order.
@@ -126,7 +126,7 @@ def of_head(name: str) -> Allowed:
 
 
 def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
-    """Returns the selection that follows exactly from the entropies in ``found``, but with the exact entropies."""
+    """Returns the selection that follows exactly from the entropies in ``found``, but its ``entropy`` is exact."""
     of_choice = signature(reference.select_tokens).parameters
     of_entropy = {name: options.pop(name) for name in [*options] if name not in of_choice}
     exact = reference.entropy(logits, mask=options.get("mask"), **of_entropy)
@@ -169,8 +169,8 @@ LENGTHS = (8, 333, 5000)
 
 @cache
 def calls(length: int) -> dict[str, dict[str, Any]]:
-    """Returns the arguments of one call for each op that needs no process group, the same in every report. If an op has
-    a public function, the arguments are for this function.
+    """Returns the arguments of one call for each op, except for ops that need a process group. The arguments are the
+    same in every report. If an op has a public function, the arguments are for this function.
     """
     generator = torch.Generator().manual_seed(length)
 

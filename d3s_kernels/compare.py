@@ -22,7 +22,7 @@ _SEED = 0  # for calls that draw random numbers without a generator, and for the
 
 
 class Difference(NamedTuple):
-    """The worst element of one result of a back-end: its error is the largest share of its allowed error."""
+    """The worst element of one result of a back-end: the element with the largest ``share``."""
 
     backend: str
     output: str
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(list[Difference]):
-    """A list of a :class:`Difference` for each result of each back-end. Its text is a table."""
+    """A list with one :class:`Difference` for each result of each back-end. Printed, it is a table."""
 
     @property
     def agrees(self) -> bool:

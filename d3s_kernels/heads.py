@@ -141,7 +141,7 @@ def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
 
 
 def read_head(model: Module) -> ModelHead:
-    """Returns the model without its wrappers, the head, and the scale and the soft cap in the configuration."""
+    """Returns the unwrapped model with its head, and the scale and the soft cap of its configuration."""
     if not isinstance(model, Module):
         raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
     inner, prompts = _unwrapped(model)

@@ -10,20 +10,20 @@ from .schedule import Budget
 from .tokens import TokenSelection
 
 NAMES = {
-    "d3s/rollouts_kept": "rollouts that are trained on",
-    "d3s/rollout_share": "rollouts_kept / all rollouts",
-    "d3s/rollout_share_asked": "what the budget asks for: its rollouts of a group / the group's",
+    "d3s/rollouts_kept": "number of kept rollouts, which the update trains on",
+    "d3s/rollout_share": "rollouts_kept / number of all rollouts",
+    "d3s/rollout_share_asked": "the share of each group's rollouts that the budget asks for",
     "d3s/groups_without_spread": "share of the groups whose rewards are all equal, up to rounding",
-    "d3s/tokens_not_forwarded": "tokens of dropped rollouts, which the update does not forward",
-    "d3s/tokens_kept": "tokens with a gradient",
-    "d3s/token_share": "tokens_kept / all tokens of the kept rollouts",
-    "d3s/token_share_asked": "what the budget asks for",
-    "d3s/threshold": "the lowest kept score; the mean, where each sequence has its own",
-    "d3s/entropy_kept": "mean entropy of the kept tokens, nats",
-    "d3s/entropy_dropped": "mean entropy of the other tokens of the kept rollouts, nats",
+    "d3s/tokens_not_forwarded": "number of tokens of dropped rollouts; the update does not forward them",
+    "d3s/tokens_kept": "number of tokens with a gradient",
+    "d3s/token_share": "tokens_kept / number of all tokens of the kept rollouts",
+    "d3s/token_share_asked": "the share of the kept rollouts' tokens that the budget asks for",
+    "d3s/threshold": "lowest score of a kept token; if tokens are chosen in each sequence, the mean of these",
+    "d3s/entropy_kept": "mean entropy of the kept tokens, in nats",
+    "d3s/entropy_dropped": "mean entropy of the dropped tokens in kept rollouts, in nats",
     "d3s/positive_advantage_share": "share of the kept tokens whose advantage is above 0",
-    "d3s/head_rows_not_computed": "tokens of the kept rollouts that the LM head's backward leaves out",
-    "d3s/flops_saved": "estimated share of the update's FLOPs that is saved",
+    "d3s/head_rows_not_computed": "number of tokens of the kept rollouts that the LM head's backward leaves out",
+    "d3s/flops_saved": "estimated share of the update's FLOPs that the selection saves",
 }
 """Every metric and its meaning."""
 
@@ -33,11 +33,11 @@ logged if an ``off_policy_rule``, or a trainer's own correction, may leave token
 """
 
 SAMPLING_NAMES = {
-    "d3s/set_size_mean": "size of the set that a token was drawn from; the mean over the tokens of all rollouts",
-    "d3s/set_size_p99": "the 99th percentile of the sizes of these sets",
+    "d3s/set_size_mean": "mean number of ids in the set that a token was drawn from",
+    "d3s/set_size_p99": "99th percentile of the number of ids in a token's set",
     "d3s/set_singletons": "share of the tokens whose set has only one id",
-    "d3s/set_mass": "probability of a token's set before tokens were left out; the mean, where it is known",
-    "d3s/set_head_flops_saved": "share of the LM head's FLOPs that the sets save: 1 - columns computed / all columns",
+    "d3s/set_mass": "mean probability of a token's set before other ids were left out; NaN if not recorded",
+    "d3s/set_head_flops_saved": "share of the LM head's FLOPs that the sets save: 1 - computed columns / all columns",
 }
 """Every metric of the sets of a sampling mask, and its meaning."""
 
@@ -221,8 +221,8 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
 
 
 def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor]:
-    """Returns the metrics of the sets, from the sums of :func:`set_sums`. A mean over no tokens is NaN. The mass is NaN
-    if it was not recorded.
+    """Returns the metrics of the sets, from the sums of :func:`set_sums`. A mean over no tokens is NaN. If the
+    probabilities of the sets were not recorded, their mean is NaN too.
 
     For each token, a head with sampling masks computes only the columns of the token's set, in the forward and in the
     backward; if the set has one token, the head computes no column. A head without sampling masks computes

@@ -204,8 +204,9 @@ def select_tokens(
     drop_zeros: bool = False,
     generator: torch.Generator | None = None,
 ) -> TokenSelection:
-    """Keeps the tokens with the highest scores of the rule, as topk_mask does, in the whole batch or in each sequence.
-    The rule "entropy_quantile" instead keeps the tokens at or above TRL's quantile of the whole batch.
+    """Computes a score for each token by the rule. Keeps the tokens with the highest scores of the whole batch or of
+    each sequence, as topk_mask does. The rule "entropy_quantile" instead keeps the tokens at or above TRL's quantile of
+    the whole batch.
     """
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, float(ratio), mask)
@@ -387,7 +388,9 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Marks the subset of `keep` values with the largest variance in each segment, or all usable values if fewer."""
+    """Marks the subset of `keep` values with the largest variance in each segment, or all usable values if there are
+    fewer.
+    """
     return select_rollouts(values, keep, offsets=offsets, scope="group", mask=mask)
 
 
@@ -535,7 +538,9 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 if in no group."""
+    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 if it has no
+    group.
+    """
     present = _in_groups(entropy, mask, groups)
     means = _group_means(entropy.double().flatten(), present, groups, _segments(entropy, offsets))
     return (alpha / math.log(vocab_size) * means).view(entropy.shape)

@@ -234,9 +234,9 @@ def select_rollouts(
     of rollouts. For equal numbers, either pass ``equal_rows=True``, or move kept rows with
     :func:`d3s_kernels.distributed.plan_rows`.
 
-    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. How many of each is chosen
-    for all ranks together. Finding the best choice is as hard as the partition problem. The choice made here has a sum
-    of squared deviations within ``d^2 / (4 k)`` of the largest possible sum. Here k is the number of values kept on all
+    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. These numbers are chosen for
+    all ranks together. Finding the best choice is as hard as the partition problem. The choice made here has a sum of
+    squared deviations within ``d^2 / (4 k)`` of the largest possible sum. Here k is the number of values kept on all
     ranks, and d is the difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. No more
     data is sent than without ``equal_rows``.
 

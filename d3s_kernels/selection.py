@@ -148,10 +148,10 @@ class Selection:
             group_size: the group size for options that are a share of the group; by default the size of the largest
                 group. Pass it if rollouts may be missing from groups.
             has_tokens: bool, the shape of ``advantages``: whether the rollout has a token in the loss. A rollout
-                without such a token (for example, a truncated rollout) teaches nothing: its advantage is replaced by 0,
-                or with the rule "highest" by a value below all others.
-            multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``, or down
-                if too few rollouts have a finite advantage.
+                without such a token (for example, a truncated rollout) teaches nothing, so its advantage is replaced:
+                with the rule "highest" by a value below all other advantages, with all other rules by 0.
+            multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``. If too
+                few rollouts have a finite advantage, it is rounded down.
             ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
                 them: see :func:`d3s_kernels.selection.choose_rollouts`.
             generator: for the rule "random": a generator on the device of ``advantages``. If several ranks make the
@@ -442,8 +442,8 @@ def choose_rollouts(
 
 
 def _without_tokens_last(advantages: Tensor, has_tokens: Tensor, rule: RolloutRule) -> Tensor:
-    """Replaces the advantages of rollouts without a token in the loss: by 0, or with rule "highest" by a value below
-    all others.
+    """Replaces the advantages of rollouts that have no token in the loss. The new advantage is 0; with the rule
+    "highest", it is a value below all other advantages.
     """
     finite, others = advantages.isfinite(), advantages.new_zeros(())
     if rule == "highest" and advantages.numel():

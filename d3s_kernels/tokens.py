@@ -55,7 +55,7 @@ def topk_mask(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> Tensor:
-    """Marks the k largest scores of each segment: exactly k; ties go to the lower index.
+    """Marks exactly k scores of each segment, the largest ones; ties go to the lower index.
 
     ``k = min(n, max(1, ceil(ratio * n)))``, where n is the number of scores in the segment that are neither masked nor
     NaN. The product ``ratio * n`` is corrected for rounding, so that 0.07 of 100 is 7. NaN is never marked and does not

@@ -54,8 +54,8 @@ class Row(NamedTuple):
     """
 
     measure: Callable[[Tensor, Tensor], Tensor]
-    # The bounds apply to the measure of a token, to its sum or mean over a sequence, or to its mean over the tokens
-    # with the smallest measures, in all sequences together.
+    # What the bounds apply to: the measure of a token; the sum or the mean of the measures of a sequence; or, for
+    # "smallest", the mean of the smallest measures of all sequences together.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
     low: float | None = None  # only for a ratio
     high: float | None = None  # None if the caller must set it
@@ -242,7 +242,7 @@ def _per_token(advantages: Tensor | None, logprob: Tensor, segments: Segments) -
 
 
 def _smallest(squares: Tensor, high: float, ranks: Ranks | None) -> Tensor:
-    """Marks the smallest squares over all ranks: the largest number of squares whose mean is below ``high``. NaN is not
+    """Marks the smallest squares over all ranks: as many as possible while their mean is below ``high``. NaN is not
     marked. The mean of the smallest squares never decreases when the next larger square is added.
     """
     if ranks is not None:

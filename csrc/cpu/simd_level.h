@@ -14,8 +14,8 @@ namespace d3s {
 enum class SimdLevel { baseline, avx2, avx512, avx512_bf16, neon, neon_bf16 };
 
 // Returns the highest compiled level that this machine can run, or a lower level if the environment variable
-// D3S_KERNELS_SIMD=baseline|avx2|avx512|neon asks for it. Throws if the machine can run no compiled level: a build with
-// D3S_FIRST_LOOK has only the level of the machine that built it.
+// D3S_KERNELS_SIMD=baseline|avx2|avx512|neon asks for it. Throws if this machine can run none of the compiled levels.
+// This may happen with D3S_FIRST_LOOK: such a build has only the level of the machine that it was built on.
 SimdLevel simd_level();
 
 const char* simd_level_name(SimdLevel level);

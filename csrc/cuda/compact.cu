@@ -100,13 +100,14 @@ __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
   return own;
 }
 
-// Returns the position of an entry in a warp's list. Positions are swizzled, so that the lanes of a warp write to 32
-// banks instead of one bank, if all values are true.
+// Returns the position of an entry in a warp's list. Positions are swizzled for the case that all values are true: the
+// lanes of a warp then write to 32 different banks. Without swizzling, they would all write to the same bank.
 D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
 
 // Writes the indices of a step's true values to the slots from `next` on. Returns how many values are true. `bits` has
-// the flags of the thread's 64 values. Each warp lists its true values in shared memory, then copies the list. So the
-// work grows with the number of true values, and whole memory sectors are written.
+// the flags of the thread's 64 values. Each warp first lists the positions of its true values in shared memory, and
+// then copies the list to global memory. So a step with few true values takes little time, and the warp writes whole
+// memory sectors.
 __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outputs& out, Shared& shared, int half) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int (&counts)[kWarps] = shared.counts[half];

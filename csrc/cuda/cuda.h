@@ -96,7 +96,8 @@ template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
 // Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both with
-// one instruction, which rounds each float by itself. Other code uses two, with bitwise equal results.
+// one instruction, which rounds each float by itself. Other machine code uses two instructions, with bitwise equal
+// results.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -114,8 +115,8 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// Returns 1 for a finite x, else NaN. If the compiler knew that this is 1, it would copy the constant into a register
-// pair again for each float, instead of keeping it in a register.
+// Returns 1 for a finite x, else NaN. The compiler must not know that the result is 1: it would copy this constant into
+// a register pair again for each float, instead of keeping it in a register.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
 // weighted() returns {weight, weight * value}. add_weighted() returns {sums.low + weight, sums.high + weight * value}.

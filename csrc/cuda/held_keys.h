@@ -49,7 +49,8 @@ class HeldRow : public MaskRow {
 };
 
 // The number of bits in a digit, if kWarps warps search together. There are eight bins for each thread. Fewer warps
-// need more digits, but do not take longer to add up the bins than to count the keys.
+// have fewer bins, so they need more digits. But for them, too, adding up the bins takes no longer than counting the
+// keys.
 template <int kWarps>
 constexpr int kDigitBits = 1 + kDigitBits<kWarps / 2>;
 template <>

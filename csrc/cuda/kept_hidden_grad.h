@@ -1,5 +1,5 @@
-// kept_hidden_grad_: computes the gradient of each hidden state, the sum over the kept tokens of its row of the logit's
-// gradient times the token's row of the weight.
+// kept_hidden_grad_: computes the gradient of each hidden state. This is a sum with one term for each kept token of the
+// row: the gradient of the token's logit, times the token's row of the weight.
 #pragma once
 
 #include "kept_sums.h"
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // Writes the rows that sum_rows does not finish: undefined rows, which become NaN, and rows with several stretches. If
-// the offsets are bad, some stretches have no sums. They are not needed, since then every row with a gradient is
-// undefined.
+// the offsets are bad, the sums of some stretches are missing. They are not needed, since every row with a gradient is
+// then undefined.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,

@@ -10,8 +10,8 @@ namespace {
 constexpr int kShort = 16;  // a warp adds up runs of at most this many places; must not exceed kWarp
 constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// Writes the entries to sort. The entry of a place is its token. A place without a gradient gets the largest entry, so
-// that it comes last.
+// Writes an entry to sort for each place: the place's token. A place without a gradient gets the largest entry, so that
+// it comes last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

@@ -133,8 +133,8 @@ __device__ __forceinline__ int before_lane(int own, int& all) {
 }
 
 // Returns which of this lane's four keys are among the first `wanted` ties of the warp's stretch. `ties` says which of
-// them are ties. Both have one byte, 0 or 1, for each key. `tie`, the number of ties in the stretch before the warp's
-// current vectors, is increased by the ties in these vectors.
+// the four keys are ties. `ties` and the result have one byte, 0 or 1, for each key. `tie`, the number of ties in the
+// stretch before the warp's current vectors, is increased by the ties in these vectors.
 __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   int all;
   const int before = before_lane(__popc(ties), all);

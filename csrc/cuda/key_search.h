@@ -59,7 +59,7 @@ __device__ __forceinline__ void count_key(uint32_t* histogram, uint32_t key, con
 }
 
 // Counts the first digits of all keys, including kAbsent, which has the first digit 0. If a digit has at least 10 bits,
-// no other key has the first digit 0, since it would be the key of a NaN.
+// no other key has the first digit 0: a key with this digit would stand for a NaN.
 __device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys,
                                                    int shift = digit_of(0).shift) {
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> shift], 1u);

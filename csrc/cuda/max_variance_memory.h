@@ -24,8 +24,8 @@ struct SplitSums {
   Moments moved;  // the changes that the thread's exchanges cause, between two splits
 };
 
-// A block that adds up several values of each thread between the same barriers. This takes no longer than adding up one
-// value, since most of the time is spent waiting.
+// A block as a group of threads. Between two barriers, it adds up not one but several values of each thread. This takes
+// no longer, since most of the time is spent waiting at barriers.
 struct SplitBlock : BlockGroup {
   static constexpr int kMostThreads = 512, kMostNumbers = 4;
   static constexpr int kSharedBytes =
@@ -97,7 +97,7 @@ __device__ inline SplitSums sum_of(const SplitSums& own, const SplitBlock& block
 }
 
 // Returns the sum of `start` over all threads, plus the sum of `moved` over the threads before this thread. Sets `end`
-// to the sum of `start` plus `moved` over all threads.
+// to the sum of `start` and of `moved` over all threads.
 template <class Group>
 __device__ Moments running_sum(const Moments& start, const Moments& moved, Moments& end, const Group& group) {
   const Moments first = {group.reduce(start.sum, Sum()), group.reduce(start.square, Sum())};
@@ -148,7 +148,7 @@ class Splits {
   }
 
   // Calls body(split, spread) for the splits in [from, to), where `to` is at most k + 1. share() returns this thread's
-  // share of the moments of split `from`. Its loads run at the same time as the loads of keys.
+  // share of the moments of split `from`. The loads in share() run at the same time as the loads of keys.
   template <class Share, class Body>
   __device__ void for_each(const Share& share, int from, int to, const Body& body) const {
     Moments start;

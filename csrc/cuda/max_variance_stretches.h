@@ -14,8 +14,9 @@ namespace {
 
 constexpr int kStretchThreads = 256;
 constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
-// For segments below this length, a stretch is one round. For longer segments, a stretch is several rounds, so that
-// there are at most some 4,000 stretches: each block adds up the sums of all stretches before its own stretch.
+// For segments below this length, a stretch is one round. For longer segments, a stretch is several rounds. So there
+// are at most about 4,000 stretches. More would take too long, since each block adds up the sums of all stretches
+// before its own stretch.
 constexpr int kMostOfOneRound = 1 << 22;
 
 struct SortedSegments {
@@ -31,9 +32,9 @@ struct SortedSegments {
 };
 
 // The stretch that a block handles. The first blocks handle stretch 0 of each segment; even an empty segment has such a
-// block. For later stretches, there is a block for each multiple of kRound among the indices of all sorted values. The
-// block of the i-th multiple after a segment's first value handles stretch i of this segment. These multiples are
-// enough, since a stretch is at least a round long.
+// block. For later stretches, there is a block for each multiple of kRound among the indices of all sorted values.
+// Stretch i of a segment is handled by the block of the i-th such multiple after the segment's first value. There are
+// enough of these blocks, since a stretch is at least one round long.
 struct Stretch {
   int64_t segment, begin, keep;
   int64_t from = -1;  // the first split of the stretch; -1 if the block has no stretch

@@ -1,4 +1,4 @@
-// Decides from a segment's length which launch handles the segment. The lengths may be known only on the device.
+// Decides from a segment's length which launch handles the segment. The host does not always know the lengths.
 #pragma once
 
 #include "../core/segments.h"

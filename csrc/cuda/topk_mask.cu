@@ -3,9 +3,9 @@
 // If the keys of a segment fit in the shared memory of a block, one block handles the segment, in one launch. The block
 // reads the scores once; all later passes read only the keys. If all segments have the same length of at most 8,192
 // scores, the keys are in registers instead (held_keys.h), and one warp handles a segment of at most 1,024 scores.
-// Longer segments are cut into pieces (topk_pieces.h). With offsets but no bound on the lengths, the kernels for short
-// and for long segments are launched, and each skips the segments of the other kind. If a segment is longer than the
-// caller declared, its block keeps the keys in global memory. This is slower, but correct.
+// Longer segments are cut into pieces (topk_pieces.h). With offsets but no bound on the lengths, both kinds of kernels
+// are launched, for short and for long segments. Each kind skips the segments of the other kind. If a segment is longer
+// than the caller declared, its block keeps the keys in global memory. This is slower, but correct.
 //
 //   launch             kernel            reads     -> writes
 //   topk_mask          select_segments   scores    -> mask, count, threshold
@@ -166,17 +166,18 @@ bool select_held_by(const Scores& scores, const Quota& quota, const Segments& se
 // In a single launch, blocks with short segments would wait for as much shared memory as long segments need.
 constexpr int64_t kSizes[] = {2048, 8192, INT64_MAX};
 
-// Returns the number of threads in a block: as many as the registers allow if blocks fill the shared memory of a
-// multiprocessor. For example, an H100 has shared memory for five blocks of 8,192 scores, and then 48 registers for
-// each thread. A block has at least four warps, since few scores need as much work on histograms as many scores.
+// Returns the number of threads in a block. A multiprocessor gets as many blocks as its shared memory can hold, and
+// these blocks get as many threads as its registers allow. For example, an H100 has shared memory for five blocks of
+// 8,192 scores, and then 48 registers for each thread. A block has at least four warps, since the work on histograms
+// does not depend on the number of scores.
 int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
 
 // A thread has four vectors in flight if the segment has at least four vectors for each thread; in shorter segments,
-// some loads would contain no scores. This takes 60 registers, so only four blocks share a multiprocessor, but it is
-// faster. It is not faster with more than 256 threads: for example, a multiprocessor has only one block of 1,024
-// threads in either case.
+// some loads would contain no scores. With four vectors, a thread needs 60 registers, so only four blocks of 256
+// threads share a multiprocessor, but the kernel is faster. For larger blocks, it is not faster: for example, only one
+// block of 1,024 threads fits on a multiprocessor, with two vectors as well as with four.
 constexpr int kManyInFlight = 4, kFewThreads = 256;
 
 bool same(const Segments& a, const Segments& b) {

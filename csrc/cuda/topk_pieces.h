@@ -141,7 +141,7 @@ struct PartOfWarp {
 };
 
 // Returns whether a key is kept, and updates `kept`. `taken` says whether the key is one of the k largest. If zeros are
-// dropped, they are not kept.
+// dropped, a key whose score is 0 is not kept.
 __device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, const Quota& quota, Kept& kept) {
   if (taken && quota.drop_zeros && key == kZeroKey) {
     taken = false;

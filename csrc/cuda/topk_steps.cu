@@ -1,7 +1,7 @@
 // Top-K selection in steps, for segments that are spread over several ranks. Each rank runs these steps between the
-// collectives. Only the device may know the lengths of segments, so all keys together are cut into equal pieces, and
-// each block goes through the segments in its piece. Counts are integers, so the order of atomic additions does not
-// matter.
+// collectives. The host does not always know the lengths of the segments. So all keys together are cut into equal
+// pieces, and each block goes through the segments in its piece. Counts are integers, so the order of atomic additions
+// does not matter.
 //
 //   launch                      kernel                    reads                                  -> writes
 //   topk_order_keys             order_keys_of_piece       scores                                 -> keys

@@ -49,9 +49,9 @@ class RowReader {
   __device__ RowReader(const T* row, int columns)
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
-  // Whether the `count` elements from `begin` on are in the row; in a misaligned row, also their neighbours that
-  // whole() reads. One side of the comparison is `begin` alone, so that the other side is computed once, before the
-  // loop.
+  // Whether the `count` elements from `begin` on are in the row. In a misaligned row, whole() also reads some of their
+  // neighbours, and these must be in the row too. One side of the comparison is `begin` alone, so that the other side
+  // is computed once, before the loop.
   __device__ bool inside(int begin, int count) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
     return (kAligned || begin >= margin) && begin <= columns_ - margin - count;

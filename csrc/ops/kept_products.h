@@ -91,8 +91,9 @@ struct KeptHead {
   }
 };
 
-// Writes the logit of each place, or -inf if the place belongs to no row, the token is in another shard, the row is
-// masked out, or the row's set is a single token. If unchecked offsets on a GPU are bad, all logits are NaN.
+// Writes the logit of each place. Writes -inf in four cases: the place belongs to no row; the token is in another
+// shard; the row is masked out; or the row's set is a single token. If unchecked offsets on a GPU are bad, all logits
+// are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.

@@ -64,8 +64,8 @@ constexpr double spread_tolerance(FloatType type) {
 }
 
 // Returns whether rewards between `lowest` and `highest` are equal except for rounding. If they are, all advantages are
-// 0, whatever eps is: rounding errors that are divided by their own standard deviation would look like advantages.
-// Infinite rewards never count as equal.
+// set to 0, whatever eps is. Otherwise, rounding errors would be divided by their own standard deviation, and would
+// look like advantages. Infinite rewards never count as equal.
 D3S_HOST_DEVICE bool without_spread(double lowest, double highest, double tolerance) {
   const double size = highest > -lowest ? highest : -lowest;  // the largest |reward|
   return size < INFINITY && highest - lowest <= tolerance * (size > 1.0 ? size : 1.0);
@@ -80,8 +80,8 @@ D3S_HOST_DEVICE bool far_apart(double mean, double squares, int64_t scored, doub
   return squares > count * far * far;
 }
 
-// Returns the advantage of a reward. It is 0 if the reward is NaN (unscorable) or equals the mean, even if the divisor
-// is 0, or if the group has only one scored reward.
+// Returns the advantage of a reward. It is 0 in three cases: the reward is NaN (unscorable); the group has no other
+// scored reward; or the reward equals the mean, even if the divisor is 0.
 D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, double divisor) {
   const double difference = reward - mean;
   const bool none = reward != reward || difference == 0.0 || scored == 1;

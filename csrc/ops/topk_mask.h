@@ -38,8 +38,8 @@ struct Quota {
 
   D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
 
-  // Returns how many of `present` values are kept. A ratio on the device may be unchecked; outside of (0, 1], it keeps
-  // nothing.
+  // Returns how many of `present` values are kept. A ratio on the device is not always checked. If it is not in (0, 1],
+  // nothing is kept.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {
       const int64_t wanted = number.of(present);

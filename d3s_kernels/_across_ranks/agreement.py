@@ -1,7 +1,8 @@
 """The checks before the first collective: each rank's arguments are valid, and all ranks make the same call.
 
 A rank that refuses its arguments raises before any collective; the other ranks wait for it until the group's timeout.
-Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments, and all ranks raise the error of a single rank.
+Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments. If one rank then has an error, all ranks raise
+it.
 """
 
 from __future__ import annotations

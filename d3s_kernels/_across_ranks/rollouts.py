@@ -84,8 +84,8 @@ def select_rollouts(
     *,
     call: str = "select_rollouts",
 ) -> Tensor:
-    """Computes the function that ``call`` names, select_rollouts or max_variance_select. Only the latter uses the
-    layout's ``max_segment``.
+    """Computes the function that ``call`` names, select_rollouts or max_variance_select. Only max_variance_select uses
+    the layout's ``max_segment``.
     """
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 

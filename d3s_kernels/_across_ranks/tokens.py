@@ -1,5 +1,5 @@
-"""topk_mask and select_tokens across ranks. They keep exactly k values of each segment, even if it lies on several
-ranks.
+"""topk_mask and select_tokens across ranks. Both ops keep exactly k values of each segment, even if a segment lies on
+several ranks.
 
 The k-th largest key over all ranks is found digit by digit. Each rank takes its keys that start with the digits found
 so far, and counts them by their next digit. The counts are summed over the ranks. Keys that tie with the k-th largest

@@ -328,8 +328,8 @@ class ShardedArgument:
 
     @property
     def first_token(self) -> int:
-        """This rank's first token. Reading this property may raise on this rank alone, so the first read is within
-        ``agree``.
+        """This rank's first token. A read of this property may raise an error on this rank but not on others, so the
+        first read is within ``agree``.
         """
         if isinstance(self._tensor, DTensor):
             return self._first_token_of(self._tensor)

@@ -42,7 +42,7 @@ def _with_usual_errors(op: _Op) -> _Op:
 
 def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
     """Wraps an op so that torch's autograd kernel is skipped: it is Python code, and takes 4 us for each call, or 100
-    us if a gradient is needed. In the latter case, ``differentiable`` is called instead.
+    us with a gradient. If a gradient is needed, ``differentiable`` is called instead of the op.
     """
 
     is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack

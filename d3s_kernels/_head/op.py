@@ -34,7 +34,7 @@ def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def _with_known_labels(values: dict[str, Any]) -> None:
-    """Makes the gradient NaN for a label in no rank's shard. A rank recognises it by the row's NaN logprob."""
+    """Makes the gradient NaN for a label in no rank's shard. A rank recognises such a label by the NaN logprob."""
     grad, logprob = values["grad_logprob"], values["logprob"]
     if grad is not None and values["group_name"] is not None:
         values["grad_logprob"] = torch.where(logprob.isnan() & (grad != 0), torch.nan, grad)

@@ -100,8 +100,8 @@ class HeadProblem(NamedTuple):
     def checked(
         self, temperature: float | Tensor, sampling: SamplingOptions, weight_grad_into: Tensor | None
     ) -> HeadProblem:
-        """Checks the arguments of a public function, and returns a problem with the arguments of the op. The public
-        function's arguments are this problem's fields and the arguments of this method. This method checks types,
+        """Checks the arguments of a public function, and returns a problem with the arguments of the op. Most arguments
+        of the public function are fields of this problem; the others are the arguments of this method. It checks types,
         devices, and conditions that no single kernel can check. The op checks shapes and values when it runs: see
         :meth:`check`.
         """
@@ -233,8 +233,8 @@ class HeadProblem(NamedTuple):
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
-            # The op kept_logits makes these checks later, except for values, which the host cannot read anyway. With
-            # ranks, the checks must be made here, before a rank waits for others.
+            # The op kept_logits makes these checks later, except for the checks of values, which the host cannot read
+            # anyway. With ranks, the checks must be made here, before a rank waits for others.
             return
         op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)

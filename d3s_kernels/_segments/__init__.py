@@ -1,1 +1,1 @@
-"""Segments of a tensor: the order of their values, and how many values are kept. Several packages use them."""
+"""Segments of a tensor: the order of the values in a segment, and how many of these values are kept."""

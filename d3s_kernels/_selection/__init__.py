@@ -1,1 +1,1 @@
-"""The checks of the selections' arguments, and the selections' rules, for one process and for several ranks."""
+"""Checks the arguments of the selections, and applies their rules, for one process and for several ranks."""

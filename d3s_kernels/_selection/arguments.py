@@ -51,7 +51,7 @@ def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float |
 
 
 def _whole_argument(name: str, number: int | Tensor | None, like: Tensor) -> tuple[int | None, Tensor | None]:
-    """As :func:`_ratio_argument`, but for the argument ``name``, a count of values to keep."""
+    """Like :func:`_ratio_argument`, but for the argument ``name``, which is the number of values to keep."""
     if number is None or type(number) is int:  # the fastest tests first
         return number, None
     if isinstance(number, Tensor):
@@ -164,7 +164,7 @@ def max_variance_arguments(
     mask: Tensor | None,
     segments: SegmentFields,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the op. The caller, which knows the public name of ``values``, must check its type."""
+    """Returns the arguments of the op. The caller must check the type of ``values``."""
     require_segments(values, segments)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
@@ -182,7 +182,9 @@ def select_rollouts_arguments(
     generator: torch.Generator | None,
     equal_rows: bool,
 ) -> tuple[Any, ...]:
-    """Returns arguments of the op ``max_variance_select``, which :func:`choose_rollouts` takes for every rule."""
+    """Returns the arguments of the op ``max_variance_select``. They are enough for :func:`choose_rollouts` with every
+    rule.
+    """
     require_tensors(advantages=advantages)
     if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op's error would say `values`
         raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")

@@ -130,7 +130,9 @@ def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tenso
 
 
 def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Tensor:
-    """Returns the number of values to keep, but at most ``most``, so that products with this number do not overflow."""
+    """Returns the number of values to keep, or ``most`` if the number is larger, so that products with it do not
+    overflow.
+    """
     if keep_tensor is not None:
         return keep_tensor.reshape(()).long().clamp(max=most)
     assert keep is not None
@@ -138,8 +140,8 @@ def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Te
 
 
 def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, where: SegmentArguments) -> Tensor:
-    """Marks k of the n usable values of each segment: for each i in 0..k - 1, the value whose rank is nearest to
-    (i + 0.5) / k (n - 1), with halves rounded down.
+    """Marks k of the n usable values of each segment: for each i in 0..k - 1, the value whose rank is nearest to (i +
+    0.5) / k * (n - 1), with halves rounded down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. So the kept ranks up to r can be counted
     without listing them. Rank r is kept if this count increases from r - 1 to r.

@@ -23,7 +23,9 @@ def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def places_in_tile(labels: Tensor, tile: Tile, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns each label's column in the tile, or 0 for a label outside the tile; and whether the label is inside."""
+    """Returns two tensors: each label's column in the tile (0 if the label is not in the tile), and whether it is in
+    the tile.
+    """
     places = tile.column(labels)
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside

@@ -43,7 +43,7 @@ def write_gradients(
 
         dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
 
-    This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. If a row has no
+    dz is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. If a row has no
     gradient, its logits are not read. With NARROW, the gradient overwrites the front half of its own row: one program
     goes through the row from left to right, and overwrites only logits that all threads have read before the barrier.
     """

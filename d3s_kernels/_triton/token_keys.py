@@ -44,7 +44,9 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 @triton.jit
 def values_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
-    """Returns a segment's scores, or |A| * H, at ``index``; NaN for absent tokens. int32 scores are order keys."""
+    """Returns a segment's scores, or |A| * H, at ``index``; NaN for absent tokens. Scores in int32 already are order
+    keys.
+    """
     inside = index < length
     if scores.dtype.element_ty == tl.int32:
         value = order_key_value(tl.load(scores + segment * length + index, mask=inside, other=0))

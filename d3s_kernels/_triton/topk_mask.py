@@ -166,8 +166,9 @@ def _select(
         length = shape.numel() // segments.numel()
         held = length <= SIZES[-1][0]
         size, threads = smallest(SIZES, length) if held else (PART, THREADS)
-        # With this limit, four programs of 256 threads share a multiprocessor. With counts or drop_zeros, there is no
-        # limit, since the kernel then needs both values and ranks, and its registers would spill.
+        # The number of registers is limited, so that four programs of 256 threads share a multiprocessor. With counts
+        # or drop_zeros, there is no limit, since the kernel then holds both values and ranks, and registers would
+        # spill.
         limit = registers(64) if held and not (with_counts or drop_zeros) else {}
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:

@@ -20,8 +20,8 @@ def check_token_options(options: Any, section: str = "") -> None:
     """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
 
     Raises:
-        ValueError: an implied option was set to another value; or the rule "entropy_quantile" is used with an option
-            that it does not support, or with several processes, each of which would use its own quantile.
+        ValueError: an implied option was set to another value; the rule "entropy_quantile" is used with an option that
+            it does not support; or this rule is used with several processes, each of which would use its own quantile.
     """
     share = options.top_entropy_quantile
     if share < 1:
@@ -48,16 +48,16 @@ def check_token_options(options: Any, section: str = "") -> None:
 
 
 def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
-    """Returns each rollout's total reward: the weighted sum of ``by_function``, ``[rollouts, functions]``, over the
-    functions. NaN, where a function gave no reward, is skipped. If all functions gave none, the total is NaN.
+    """Returns each rollout's total reward: the weighted sum of the rewards ``by_function``, ``[rollouts, functions]``.
+    NaN means that a function gave no reward; it is skipped. If no function gave a reward, the total is NaN.
     """
     total = (by_function * weights.to(by_function.device)).nansum(dim=1)
     return total.masked_fill(by_function.isnan().all(dim=1), torch.nan)
 
 
 def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
-    """Returns a mask, bool ``[groups]``, of the groups of ``n`` rollouts whose rewards are all equal. If ``separately``
-    (each function has its own advantages), the rewards of every function must be equal.
+    """Marks the groups of ``n`` rollouts whose rewards are all equal. Returns bool ``[groups]``. If ``separately``
+    (each function has its own advantages), the rewards must be equal function by function, not only their sums.
     """
     if separately:
         return groups_without_spread(by_function.view(-1, n, by_function.shape[1]).transpose(1, 2)).all(dim=1)
@@ -81,7 +81,7 @@ class RunWithBudget:
 
     @property
     def _multiple(self) -> int:
-        """A divisor of the number of kept rows, so that all micro-batches of all processes have equal sizes."""
+        """The number of kept rows is a multiple of this, so that micro-batches have the same size on all processes."""
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property

@@ -189,7 +189,7 @@ def _share(name: str, value: float) -> Fraction:
 
 
 def _like(kind: Array, values: list[int]) -> Array:
-    """Returns the values as int64: a tensor on the device of ``kind``, or a NumPy array if ``kind`` is an array."""
+    """Returns the values as int64: a NumPy array if ``kind`` is one, else a tensor on the same device as ``kind``."""
     tensor = torch.tensor(values, dtype=torch.int64)
     return tensor.to(kind.device) if isinstance(kind, Tensor) else tensor.numpy()
 

@@ -29,9 +29,9 @@ class PlanSampler(Sampler[int]):
 
     **The position of a pass**, which ``state_dict()`` saves, is the number of rows that the pass has served.
     torchdata's StatefulDataLoader (used by verl) saves the position of the batch that the trainer has. A plain
-    DataLoader with workers reads up to ``num_workers * prefetch_factor`` batches ahead of the trainer, and accelerate's
-    loader one batch. With these loaders, ``state_dict()``, ``phase`` and ``group_size`` are ahead of the trainer too. A
-    trainer that knows how many rows it has consumed can pass this number: ``state_dict(consumed=rows)``,
+    DataLoader with workers reads up to ``num_workers * prefetch_factor`` batches ahead of the trainer; accelerate's
+    loader reads one batch ahead. With these loaders, ``state_dict()``, ``phase`` and ``group_size`` are ahead of the
+    trainer too. A trainer that knows how many rows it has consumed can pass this number: ``state_dict(consumed=rows)``,
     ``phase_at(row)``. A trainer that skips consumed rows itself, like the trainer of transformers, needs no state.
 
     Args:

@@ -1,4 +1,4 @@
-"""Adds the options of D3S to those of ms-swift's GRPO, and refuses unsupported combinations.
+"""Adds the options of D3S to the options of ms-swift's GRPO, and refuses unsupported combinations.
 
 ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add options to the command line.
 Instead, D3S's options are the entries of ``--model_kwargs`` whose names begin with ``d3s_``.

@@ -106,7 +106,9 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return evenly
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
-        """Returns the kept rollouts' advantages once ms-swift has made its batches, and else ms-swift's own."""
+        """Returns the advantages of the kept rollouts if rollouts were chosen, else the advantages that ms-swift
+        computes.
+        """
         if self._kept_advantages is not None:
             return self._kept_advantages
         theirs: Tensor = super()._compute_advantages(samples, *arguments)
@@ -131,8 +133,8 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _postprocess_batch(self, samples: Samples, batches: list[dict[str, Any]]) -> None:
         super()._postprocess_batch(samples, batches)
         if self._kept_advantages is not None:
-            # ms-swift has just logged the advantages of only the kept rollouts. Its deque has room for one generation
-            # batch, so appending the advantages of all rollouts pushes the logged ones out.
+            # ms-swift has just logged the advantages of only the kept rollouts, in a deque with room for one generation
+            # batch. Appending the advantages of all rollouts therefore removes the advantages that ms-swift logged.
             self._logs["advantages"].extend(self._advantages.tolist())
             self._kept_advantages = None
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])

@@ -92,7 +92,9 @@ def _sizes(rows: dict[str, Tensor]) -> list[int]:
 
 
 def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
-    """Pads each tensor to ``sizes``, which are ordered as in :func:`_sizes`, on the side on which TRL pads it."""
+    """Pads each tensor to its size in ``sizes``, which has the order of :func:`_sizes`. TRL determines the side of the
+    padding.
+    """
     wanted = iter(sizes)
     fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
 

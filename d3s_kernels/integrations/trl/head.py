@@ -190,8 +190,8 @@ def _why_not(
 @contextmanager
 def d3s_head(head: OurHead | None = None) -> Iterator[None]:
     """A context in which models with TRL's fused LM head use our head. TRL's head is restored at the end."""
-    # TRL passes only the labelled positions to its head if _use_triton(device) is true, and all positions otherwise.
-    # Our head needs only the labelled positions, on every device.
+    # If _use_triton(device) is true, TRL passes only the labelled positions to its head; otherwise, it passes all
+    # positions. Our head needs only the labelled positions, on every device.
     ours = {"_ChunkedLogProbFunction": head or OurHead(), "_use_triton": lambda device: True}
     module: dict[str, Any] = vars(trl_utils)
     theirs = {name: module[name] for name in ours if name in module}

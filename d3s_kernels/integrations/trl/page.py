@@ -46,7 +46,9 @@ class PageOfBatch:
             self._rollouts.add_generated(place, prompt, completion, counts[row, :length].clone(), advantages[row])
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """Adds the kept tokens and entropies (NaN: not measured) of a micro-batch. Returns whether it was the last."""
+        """Adds the kept tokens and entropies (NaN: not measured) of a micro-batch. Returns whether it was the process's
+        last micro-batch.
+        """
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
             self._rollouts.add_trained(place, kept[row].clone(), entropy[row].clone(), advantages[row])

@@ -14,7 +14,8 @@ def other_prompts(
 ) -> list[dict[str, Any]]:
     """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The data set is
     shuffled with ``seeds``: the run's seed, the step, and the number of earlier refills of the batch. Each rank takes
-    its own part. The result has the columns of ``like``, an example of the batch: those that TRL keeps.
+    its own part. The result has only the columns that TRL keeps: the columns of ``like``, which is an example of the
+    batch.
     """
     seed = 0
     for part in seeds:

@@ -53,8 +53,9 @@ class Passes:
         return self.postponed[name]
 
     def without_postponed(self, batch: Batch) -> Batch:
-        """Returns TRL's batch without the placeholders of postponed passes. Raises an UnknownTRL if TRL skipped a pass,
-        or put the result of a pass into another field, or if the batch has a field whose padding side is unknown.
+        """Returns TRL's batch without the placeholders of postponed passes. Raises an UnknownTRL in three cases: TRL
+        skipped a pass; TRL put the result of a pass into another field; or the batch has a field whose padding side is
+        unknown.
         """
         if self.names:
             raise UnknownTRL(

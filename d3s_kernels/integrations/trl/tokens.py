@@ -66,8 +66,9 @@ class ChoosesTokens(Scoring):
             self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes an extra pass for the entropies. Returns them, and a mask of the rows that need none: rows without a
-        token and, unless tokens are ranked by entropy alone, rows with advantage 0. Skipped rows have entropy 0.
+        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the rows that do not need
+        entropies. These are the rows without a token. If tokens are not ranked by entropy alone, they are also the rows
+        with advantage 0. Rows that the pass skips have entropy 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
@@ -84,7 +85,9 @@ class ChoosesTokens(Scoring):
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
-        """Chooses this process's tokens: exactly the budget's share of all processes' tokens, or of each row's."""
+        """Chooses this process's tokens: exactly the budget's share of the tokens of all processes, or of each row's
+        tokens.
+        """
         return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:

@@ -36,15 +36,17 @@ class D3STrainer(ChoosesTokens):
 
     Rollouts are chosen over all processes (``rollout_rule``) as soon as a generation batch has its advantages, and each
     process gets the same number of rows. No later forward pass includes dropped rollouts, not even the passes for old
-    and reference log-probabilities. But vLLM's correction needs all old log-probabilities before the choice.
+    and reference log-probabilities. There is one exception: if TRL corrects vLLM's probabilities, it computes the old
+    log-probabilities of all rollouts before the choice.
 
     Tokens are ranked by ``|advantage| * entropy``, or by another ``token_rule``, and exactly the top share is kept. The
     entropies come either from each training forward, or from one pass before the update (``entropy_from``). The loss,
     of any type, is TRL's own and covers all valid tokens of the kept rollouts, but gradient flows only through the kept
-    tokens. With ``loss_denominator="kept"``, the gradient, also of KL and of the entropy bonus, is multiplied by the
-    number of all tokens divided by the number of kept tokens, both counted over the tokens of TRL's denominator
-    (``docs/trl.md`` has the table). The value of the loss and the clip metrics still cover all tokens. If the update
-    skips dropped tokens, these count with a ratio of 1 and with the entropy of the earlier pass.
+    tokens. With ``loss_denominator="kept"``, the whole gradient is multiplied by a factor: the number of all tokens,
+    divided by the number of kept tokens. Both numbers are counted over the tokens of TRL's denominator (``docs/trl.md``
+    has the table). The factor also applies to the gradients of KL and of the entropy bonus. The value of the loss and
+    the clip metrics still cover all tokens. If the update skips dropped tokens, these count with a ratio of 1 and with
+    the entropy of the earlier pass.
 
     With ``sampling_mask``, a token's log-probabilities and entropies are over the set that the token was drawn from.
     The sets are recorded while transformers generates.
@@ -130,7 +132,7 @@ class D3STrainer(ChoosesTokens):
         return loss
 
     def _raise_not_covered(self, names: tuple[str, ...], message: str) -> NoReturn:
-        """Raises an UnknownTRL that names those of the given methods that are neither ours nor TRL's."""
+        """Raises an UnknownTRL if a given method is neither ours nor TRL's. The error names all such methods."""
         methods = [getattr(self, name) for name in names]
         known = ("trl.", "transformers.", "d3s_kernels.")
         others = [method for method in methods if not f"{method.__module__}.".startswith(known)]
@@ -149,8 +151,8 @@ class D3STrainer(ChoosesTokens):
         module = model.model if isinstance(model, OverSets) else model
         model_head = read_head(self.accelerator.unwrap_model(module))  # in each call: an adapter may have been added
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
-        # The backward may add to ``weight.grad`` directly only if nothing but the optimizer uses it: no gradient
-        # reducer, no sharding, no gradient scaler.
+        # The backward may add to ``weight.grad`` directly only if the optimizer alone uses the gradient. There must be
+        # no gradient reducer, no sharding and no gradient scaler.
         alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
         head = OurHead(model_head, adds_to_gradients=inputs is not None and alone)
         with d3s_head(head):

@@ -37,7 +37,7 @@ _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
 
 @dataclass
 class Read:
-    """The positions of a micro-batch whose log-probabilities will be read, and the sets of their tokens."""
+    """Tells which positions of a micro-batch will be read, and over which sets their log-probabilities are computed."""
 
     mask: Tensor | None = None  # bool: which rows of this process's hidden states are read; None: all rows
     at_most: int | None = None  # an upper bound on the number of rows that are read, as a Python int; or None

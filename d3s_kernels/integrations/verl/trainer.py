@@ -94,7 +94,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         """
         self._require_rollouts()
         config, (rows, kept) = self.config.actor_rollout_ref, self._rows
-        # verl makes only full micro-batches of a fixed size, so a rank's number of rows must be a multiple of it.
+        # verl makes only full micro-batches of a fixed size, so a rank's number of rows must be a multiple of this
+        # size.
         sizes = []
         if not config.actor.use_dynamic_bsz:
             sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
@@ -111,7 +112,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute the old log-probabilities. Checks the sets, if any, before it, and the entropies after."""
+        """Lets verl compute the old log-probabilities. With sampling masks, checks the sets before this, and the
+        entropies after it.
+        """
         field = self.d3s.sampling_mask_field
         if field is None:
             return super()._compute_old_log_prob(batch, metrics)
@@ -121,7 +124,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
         sizes = require_sets(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
         of_sets = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        # The probability mass of the sets is not recorded here, and so NaN.
+        # The probability mass of the sets is not recorded here, so the metric of the mass is NaN.
         metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())

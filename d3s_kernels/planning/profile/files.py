@@ -63,7 +63,7 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
 
 
 class ProfileFile:
-    """A profile that is open for writing, new or continued. ``done`` has the indices of the queries in it.
+    """A profile that is open for writing, new or continued. ``done`` has the indices of the queries that it contains.
 
     An incomplete last line, which a crash may leave, is removed. A profile with other settings, or a file that is not a
     profile, is refused and not changed.
