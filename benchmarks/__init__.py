@@ -1,1 +1,1 @@
-"""Compares the library with the code that its users run today; `python -m benchmarks` prints one table."""
+"""Compares the library with other code that its users run today; `python -m benchmarks` prints one table."""

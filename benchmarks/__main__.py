@@ -1,16 +1,16 @@
 """Measure everything, print one table, and keep the result.
 
-    python -m benchmarks                 everything: the full sizes, some 24 minutes, files in benchmarks/results/
+    python -m benchmarks                 everything: the full sizes, about 24 minutes, files in benchmarks/results/
     python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
     python -m benchmarks --only topk     some benchmarks (pytest's -k); writes nothing
-    python -m benchmarks --device cuda   everything on a GPU, with its own sizes and targets; some three minutes
+    python -m benchmarks --device cuda   everything on a GPU, with its own sizes and targets; about three minutes
     python -m benchmarks --rehearse      checks that each of a GPU's contests runs, on the CPU and on small inputs
     python -m benchmarks --from FILE...  measures nothing: makes the page from these logs
 
-When a contest ends, it is written to the file contests.jsonl. For a whole run on a CPU, this file is in .benchmarks/;
-on a GPU, it is in the folder of the results. Even after an interrupted run, `--from` makes the page from this file, and
-`--resume` runs the remaining contests. On a GPU the most important contests come first, and `--headlines` runs only
-these. With `--seconds`, no contest starts after this number of seconds.
+When a contest ends, its times are written to the file contests.jsonl. For a whole run on a CPU, this file is in
+.benchmarks/; on a GPU, the file is in the folder of the results. Even after an interrupted run, `--from` makes the page
+from this file, and `--resume` runs the remaining contests. On a GPU the most important contests come first, and
+`--headlines` runs only these. With `--seconds`, no contest starts after this number of seconds.
 
 If a run on a CPU was disturbed, its title says so (quiet.py). A missed target is not an error, but a failed benchmark
 is an error.
@@ -54,11 +54,12 @@ from .targets import (
 from .timing import Contenders, Log
 
 HERE = Path(__file__).parent
-# torch then asks the system for pages of 2 MiB. In pages of 4 KiB, getting fresh memory takes longer than using it.
+# With this variable, torch asks the system for pages of 2 MiB. With pages of 4 KiB, getting fresh memory takes longer
+# than using it.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION")  # folders of generated code
-MOST_PROCESSES = 6  # of a run on a GPU; a new process starts when CUDA no longer works in the last one
-GRACE = 3.0  # seconds in which an interrupted process may end
+MOST_PROCESSES = 6  # in a run on a GPU; a new process starts if CUDA no longer works in the last one
+GRACE = 3.0  # seconds that an interrupted process has to end by itself
 
 
 def main() -> int:
@@ -143,8 +144,8 @@ def arguments() -> argparse.Namespace:
 
 
 def log_file(options: argparse.Namespace, folder: Path) -> Path:
-    """The file to which contests are written when they end. It is kept after a whole run, so that a later call can
-    resume the run.
+    """The file to which the times of a contest are written when it ends. After a whole run, the file is kept, so that a
+    later call can resume the run.
     """
     if options.device == "cpu" and (options.short or options.only):
         return folder / "contests.jsonl"
@@ -166,7 +167,9 @@ def use_threads(log: Log) -> None:
 
 
 def measure(options: argparse.Namespace, file: Path) -> tuple[Log, bool]:
-    """All contests, and whether any of them failed. On a CPU, some contests run in a process of their own."""
+    """Runs all contests. Returns the log, and whether any contest failed. On a CPU, some contests run in a process of
+    their own.
+    """
     ended = timing.read(file).ended
     done = [test for test, how in ended.items() if how != "failed"] if options.resume else []
     codes = {run_pytest(options, HERE, {}, file, done)}
@@ -196,8 +199,9 @@ def run_pytest(
 ) -> int:
     """Runs contests with pytest, whose output shows the progress, and returns its exit status.
 
-    If CUDA no longer works in a process, a new process continues after the contest in which CUDA failed. If CUDA failed
-    at a peer, the new process first repeats that contest, and leaves the peer out of all contests.
+    CUDA may stop working during a contest. Then the process of pytest ends, and a new process runs the remaining
+    contests. If a peer ran when CUDA stopped working, the new process also repeats this contest, and leaves out that
+    peer in all contests.
     """
     command = [sys.executable, "-m", "pytest", str(where), "--no-header", "--benchmark-quiet"]
     command += [f"--device={options.device}", f"--log={file}"]
@@ -209,7 +213,8 @@ def run_pytest(
     for _ in range(MOST_PROCESSES if options.device == "cuda" else 1):
         left = [f"--seconds={max(1, options.seconds - (monotonic() - start))}"] if options.seconds else []
         with tempfile.TemporaryDirectory() as folder:
-            # torch.compile would find code for other instructions in a shared cache, and this code would crash.
+            # In a shared cache, torch.compile could find code that was compiled for other instructions. Such code would
+            # crash.
             caches = dict.fromkeys(CACHES, f"{folder}/compiled") | LARGE_PAGES | environment
             child = subprocess.Popen(
                 command + left + [f"--done={test}" for test in done], cwd=HERE.parent, env=os.environ | caches
@@ -231,8 +236,8 @@ STOPPED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
 
 
 def ended(child: subprocess.Popen[bytes]) -> int:
-    """The child's exit status. If this process is interrupted, it waits at most GRACE seconds, and then kills the
-    child.
+    """Waits until the child ends, and returns its exit status. If this process is interrupted, it also interrupts the
+    child, and kills the child if it has not ended after GRACE seconds.
     """
     try:
         return child.wait()
@@ -247,8 +252,8 @@ def ended(child: subprocess.Popen[bytes]) -> int:
 
 
 def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
-    """Peak bytes by contest and contender. On a GPU, the contests have measured them. On a CPU, they are measured here,
-    each contender in a process of its own.
+    """The peak memory in bytes, by contest and contender. On a GPU, the contests have measured the peaks already. On a
+    CPU, the peaks are measured here, each contender in a process of its own.
     """
     if options.device == "cuda":
         held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, {FULL_COMPLETIONS}, 0.5B"}
@@ -257,7 +262,9 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
 
 
 def sources_of(contests: dict[str, Contenders]) -> dict[str, Any]:
-    """The contests that were measured only to compute other contests from them. No page shows them."""
+    """The contests that only serve to compute other contests from their times (computed.py). No page shows these
+    contests.
+    """
     return {
         contest: {name: report.of_contender(timing) for name, timing in rivals.items()}
         for contest, rivals in contests.items()
@@ -266,7 +273,7 @@ def sources_of(contests: dict[str, Contenders]) -> dict[str, Any]:
 
 
 def quiet_of(log: Log) -> quiet.Judged | None:
-    """Whether the machine was quiet; None if there were no probes."""
+    """Judges whether the machine was quiet. Returns None if there were no probes."""
     if not any(log.probes):
         return None
     return quiet.judge(log.probes, quiet.earlier_level(HERE / "results", log.facts["machine"], log.facts["threads"]))

@@ -1,6 +1,6 @@
-"""Selection across two ranks; each rank is a process with one thread. It is compared with two alternatives: each rank
-selects only from its own values; or, as in trainers, all values are gathered first, and then every rank selects from
-all.
+"""Times selection across two ranks; each rank is a process with one thread. This selection is compared with two
+alternatives. In the first, as in trainers, all values are gathered, and then every rank selects from all values. In the
+second, each rank selects only from its own values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The forwards from logits, and the LM head in half precision, on a processor whose best instructions are AVX2.
+"""Times the forwards from logits, and the LM head in half precision, as on a processor whose best instructions are
+AVX2.
 
 `python -m benchmarks` runs this file in a process of its own, in which the library, torch's own loops and torch.compile
-use no better instructions. So the yardsticks, too, show what such a processor can do.
+use no better instructions than AVX2. So the yardsticks, too, show what such a processor can do.
 """
 
 import os
@@ -32,7 +33,9 @@ def contest(contest: Contest) -> Contest:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_head_in_half_precision(contest: Contest, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Small inputs, since torch takes minutes for larger products in half precision. Our products are in float32."""
+    """The inputs are small, since torch takes minutes for larger products in half precision. Our products are in
+    float32.
+    """
     rows, tokens = 64, 16_384
     hidden, weight, next_tokens = inputs.lm_head(sizes, "narrow", torch.float32)
     hidden, weight, targets = hidden[:rows], weight[:tokens].contiguous(), next_tokens[:rows] % tokens

@@ -1,4 +1,4 @@
-"""compact: the indices of a mask, in a buffer of given capacity."""
+"""compact, which writes the indices of a mask's kept positions into a buffer of given capacity."""
 
 import torch
 

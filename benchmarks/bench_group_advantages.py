@@ -18,5 +18,5 @@ def test_group_advantages(contest: Contest, sizes: Sizes) -> None:
             "TRL": peers.trl_peers.utils() and peers.trl_advantages,
             "verl's loop": peers.looping(peers.verl_advantages),
         },
-        agree=close(2e-3),  # verl's epsilon is different
+        agree=close(2e-3),  # verl's epsilon differs from ours
     )

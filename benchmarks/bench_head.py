@@ -1,4 +1,4 @@
-"""linear_logprob_entropy: the LM head with log-probability and entropy, against the matrix product alone."""
+"""linear_logprob_entropy: the LM head with log-probability and entropy, compared with the matrix product alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +18,10 @@ from .sizes import Sizes
 from .targets import BESIDE_UNSLOTH, HEAD_STEP, LIGER, LIGER_SHAPE, UNSLOTH
 
 WIDTHS = ["narrow", "wide"]
-# Dtypes of inputs and logits: all bfloat16, like a bfloat16 model; with float32 logits (the default); all float32.
-LIGERS = 4_096, 131_072  # Liger publishes times for these features and tokens, with 4,096 rows
+LIGERS = 4_096, 131_072  # features and vocabulary for which Liger publishes times, with 4,096 rows
 VERL_KERNEL = "verl's Triton kernel"
+# The dtype of the inputs and the dtype of the logits. The first row is like a bfloat16 model; the second is the default
+# for bfloat16 inputs.
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
@@ -119,7 +120,7 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="Liger's head runs on a GPU")
 def test_liger(contest: Contest, sizes: Sizes) -> None:
-    """Runs our head at the shape for which Liger publishes times on an H100. Liger's head also runs, if it is
+    """Runs our head at the shape for which Liger publishes times on an H100. Liger's head runs too, if Liger is
     installed.
     """
     features, vocabulary = LIGERS
@@ -184,7 +185,9 @@ def test_unsloth(contest: Contest, sizes: Sizes) -> None:
 @pytest.mark.skipif(not peers.ON_GPU, reason="a CPU's default was chosen by such a measurement")
 @pytest.mark.parametrize("precision", ["bf16", "bf16, fp32 logits"])
 def test_workspace(contest: Contest, sizes: Sizes, precision: str) -> None:
-    """Does a tile of logits that stays in the second-level cache save more than its smaller products cost?"""
+    """Compares sizes of a tile of logits. A tile that stays in the second-level cache saves time, but its products are
+    smaller, which costs time.
+    """
     dtype, logits_dtype = PRECISIONS[precision]
     hidden, weight, labels = inputs.lm_head(sizes, "wide", dtype)
 
@@ -264,7 +267,7 @@ def beside_unsloth(contest: Contest, sizes: Sizes) -> None:
 
 
 def step_of(function: Callable, hidden: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> Work:
-    """The log-probabilities of a head, and both gradients."""
+    """A step: it computes the log-probabilities of a head, and the gradients of the hidden states and of the weight."""
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
 
@@ -275,8 +278,9 @@ def of_peer(head: Callable, labels: torch.Tensor) -> Callable[..., torch.Tensor]
 
 
 def torchs(precision: str, bind: Callable[[Callable], Work]) -> dict[str, Work | None]:
-    """torch's own head, with its default options and in chunks. On a CPU, it is compared only in bfloat16, where our
-    head is fastest, and not in chunks, since these would take minutes.
+    """torch's own head in two variants: with its default options, and in chunks. On a CPU, there is only the first
+    variant, since chunks would take minutes. It is compared only in bfloat16, the precision in which our head is
+    fastest.
     """
     if not peers.ON_GPU and precision != "bf16":
         return {}
@@ -287,13 +291,15 @@ def torchs(precision: str, bind: Callable[[Callable], Work]) -> dict[str, Work |
 
 
 def every_row(labels: torch.Tensor, logits_dtype: torch.dtype, **options: int) -> Callable[..., torch.Tensor]:
-    """Our log-probabilities, where every row has a gradient."""
+    """Our log-probabilities, for a step in which every row has a gradient."""
     options |= {"logits_dtype": logits_dtype, "max_grad_rows": len(labels)}
     return lambda hidden, weight: d3s.linear_logprob_entropy(hidden, weight, labels, **options)[0]
 
 
 def liger_for(width: str, precision: str) -> bool:
-    """Whether Liger's head is compared with ours: only if the products are large, and the logits are bfloat16."""
+    """Whether Liger's head is compared with ours: only if it is installed, the products are large, and the logits are
+    bfloat16.
+    """
     return width == "wide" and precision == "bf16" and peers.liger() is not None
 
 
@@ -305,7 +311,9 @@ def four_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tens
 
 
 def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
-    """Runs the work with the earlier tiles: the whole vocabulary, and as many rows as then fit."""
+    """Runs the work with tiles as they were cut in an earlier version: a tile has the whole vocabulary, and as many
+    rows as fit into the workspace.
+    """
 
     def cut(cls: type[Tiles], hidden: torch.Tensor, head: Head, workspace_bytes: int | None) -> Tiles:
         vocabulary = len(head.weight)
@@ -320,7 +328,9 @@ def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
 
 
 def fast(width: str) -> bool:
-    """Whether to run plain PyTorch: on a CPU it is slow, so it is measured and compared only for the narrow head."""
+    """Whether plain PyTorch runs, and is compared with ours. It is slow on a CPU, so there it runs only for the narrow
+    head.
+    """
     return peers.ON_GPU or width == "narrow"
 
 

@@ -1,4 +1,4 @@
-"""logprob_entropy and entropy: forward, backward, and with half of the rows masked."""
+"""logprob_entropy and entropy: forward and backward, of all rows and with half of the rows masked."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from .sizes import Sizes
 from .targets import AS_MANY, HALF_A_COPY, OPERATIONS
 
 LOW_PRECISION_GRADIENT = {"TRL": 0.05, "TRL without Triton": 0.05, "verl": 0.05}
-LOW_PRECISION = {"TRL": 0.5, "TRL without Triton": 0.5, "verl": 0.5}  # they round intermediates to bfloat16
+LOW_PRECISION = {"TRL": 0.5, "TRL without Triton": 0.5, "verl": 0.5}  # these peers round to bfloat16 early
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
 
 
 def half_a_copy(logits: torch.Tensor) -> Work:
-    """A copy of half of the logits: it reads and writes as many bytes as an op that reads all logits. It is a second
-    yardstick because torch's sum does not always read as fast as the memory allows.
+    """A copy of half of the logits. The bytes that it reads and the bytes that it writes are together as many as all
+    logits have. This copy is a second yardstick, because torch's sum does not always read as fast as the memory allows.
     """
     source = logits.flatten()[: logits.numel() // 2]
     target = torch.empty_like(source)
@@ -117,7 +117,9 @@ def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="on a CPU they are among the peers above")
 def test_compiled(contest: Contest, logits, labels, size) -> None:
-    """The peers that are slow to import or to compile. quack's function does less, so it is no peer."""
+    """Times the peers that are slow to import or to compile. quack's function computes no entropy, so it is a yardstick
+    and not a peer.
+    """
     gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
     old, compiled = peers.trl_peers.torch_on_gpu(), peers.compiled(peers.shifted)
     rivals = {"TRL without Triton": old, "torch.compile": compiled}
@@ -186,7 +188,7 @@ def half(pattern: str, labels: torch.Tensor) -> torch.Tensor:
 
 
 def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor) -> Work:
-    """Only the backward pass. If one gradient is given, it is the gradient of the log-probability."""
+    """Only the backward pass is timed. If only one gradient is given, it is the gradient of the log-probability."""
     leaf = logits.detach().requires_grad_()
 
     def forward() -> tuple[torch.Tensor, ...]:

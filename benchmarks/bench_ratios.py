@@ -1,6 +1,6 @@
 """Importance ratios of tokens, sequences and groups, forward and with gradient; and ESPO's groups and clip ranges.
 
-Trainers' masks are int64, and the peers use them directly. Ours takes bool masks. A trainer converts its mask to bool
+Trainers' masks are int64, and the peers use them directly. Our ops take bool masks. A trainer converts its mask to bool
 once for all calls on a batch; the yardstick `mask.bool()` measures the cost of this conversion.
 """
 
@@ -20,16 +20,17 @@ from .sizes import SHORT, Sizes
 VOCABULARY = 151_936
 # Bytes read and written per element: two log-probabilities, a ratio, and a mask or group.
 FORWARD_BYTES = {"token": 12, "sequence": 13, "entropy_group": 13}
-# The bytes of the forward, and also the ratio, the incoming and the outgoing gradient, and a mask or group.
+# The same for forward and backward together. The backward adds the ratio, two gradients (incoming and outgoing), and a
+# mask or group.
 GRADIENT_BYTES = {"token": 24, "sequence": 26, "entropy_group": 26}
 QUANTILE, GROUPS = 0.8, 2
 ONE_EACH = "TRL's formula, one for each sequence"
 LEVELS = ["token", "sequence", "entropy_group"]
-Ratio = Callable[..., Tensor]  # of log-probabilities, old ones, and what else the level takes
+Ratio = Callable[..., Tensor]  # takes log-probabilities, old log-probabilities, and what else the level needs
 
 
 class Tokens:
-    """A batch of completions of different lengths, and a policy that differs a little from the old one."""
+    """A batch of completions of different lengths, and a policy that differs a little from the old policy."""
 
     def __init__(self, sizes: Sizes) -> None:
         shape = sizes.batch
@@ -83,7 +84,9 @@ def test_forward_and_backward(contest: Contest, tokens: Tokens, level: str) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled(contest: Contest, tokens: Tokens, level: str) -> None:
-    """The peers' formulas as torch.compile fuses them, in contests of their own, since compiling takes seconds."""
+    """Times the peers' formulas as torch.compile fuses them. These contests are separate, since compiling takes
+    seconds.
+    """
     if contest.sizes == SHORT and level != "sequence":
         pytest.skip("on a CPU, a short run compiles for one level alone")
     ours, rivals = ratios(level)

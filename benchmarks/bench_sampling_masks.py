@@ -1,4 +1,6 @@
-"""logprob_entropy over the tokens that were kept when a token was sampled, with spans as engines return them."""
+"""logprob_entropy over the tokens that were kept when a token was sampled. Each row has one span of kept tokens; spans
+are as long as in inference engines.
+"""
 
 from collections.abc import Callable
 from functools import cache

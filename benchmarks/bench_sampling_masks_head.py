@@ -1,4 +1,6 @@
-"""linear_logprob_entropy over the tokens that were kept when a token was sampled, with spans as engines return them."""
+"""linear_logprob_entropy over the tokens that were kept when a token was sampled. Each row has one span of kept tokens;
+spans are as long as in inference engines.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +17,14 @@ from .clock import Slow, Work
 from .harness import Contest, close, describe
 from .sizes import SHORT, Sizes
 
-ENGINES_MEAN = 8  # kept tokens per row; the other means show where computing all columns becomes faster
+ENGINES_MEAN = 8  # mean number of kept tokens per row; other means show where computing all columns is faster
 MEANS = [1, ENGINES_MEAN, 64, 512, 4_096]
 
 
 class Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
-    weight_grad: Tensor  # of other micro-batches; steps may add their own gradient to it
+    weight_grad: Tensor  # the gradient of other micro-batches, to which a step may add its own
 
 
 Loss = Callable[[Tensor, Tensor, inputs.Kept], tuple[Tensor, Tensor]]
@@ -30,7 +32,7 @@ Loss = Callable[[Tensor, Tensor, inputs.Kept], tuple[Tensor, Tensor]]
 
 @pytest.fixture
 def contest(contest: Contest, sizes: Sizes) -> Contest:
-    """Fewer rounds than usual, since the contenders are far apart."""
+    """There are fewer rounds than usual, since the times of the contenders are far apart."""
     contest.sizes = replace(sizes, seconds=sizes.seconds / 4)
     return contest
 
@@ -48,7 +50,7 @@ def kept(sizes: Sizes) -> inputs.Kept:
 
 @pytest.fixture(scope="module")
 def every_token(head: Head, kept: inputs.Kept) -> Work:
-    """A step over all tokens. It is the same for all spans, and takes 40 s on two cores without instructions for
+    """A step over all tokens. It does not depend on the spans. It takes 40 s on two cores without instructions for
     bfloat16.
     """
     return Slow(step(dense, head, kept, weight_grad_into=head.weight_grad, max_grad_rows=len(head.hidden)))
@@ -63,8 +65,8 @@ def dense(hidden: Tensor, weight: Tensor, kept: inputs.Kept, **options: object) 
 
 
 def step(loss: Loss, head: Head, kept: inputs.Kept, **options: object) -> Work:
-    """Forward and backward. Returns the gradient of the hidden states and, without `weight_grad_into`, also of the
-    weight.
+    """A step: forward and backward. It returns the gradient of the hidden states. Without `weight_grad_into`, it also
+    returns the gradient of the weight.
     """
     hidden, weight = (part.detach().requires_grad_() for part in head[:2])
     wanted = [hidden] if "weight_grad_into" in options else [hidden, weight]
@@ -107,7 +109,8 @@ def test_forward_and_backward(contest: Contest, sizes: Sizes, head: Head, kept: 
         size_of(head, kept),
         step(ours, head, kept),
         peers=rivals(sizes, lambda loss: step(loss, head, kept)),
-        # The step over all tokens does not allocate this dense gradient, which would add a few percent.
+        # The step over all tokens does not allocate the dense gradient that `zeros_like` allocates. To allocate it
+        # would add a few percent to the time of the step.
         yardsticks={"all tokens": every_token, "zeros_like": lambda: torch.zeros_like(head.weight)},
         agree=close_where_kept(kept, 0.02),
     )
@@ -126,8 +129,8 @@ def test_added_to_a_gradient(contest: Contest, sizes: Sizes, head: Head, every_t
 
 
 def close_where_kept(kept: inputs.Kept, tolerance: float):
-    """Gradients agree within a relative error in norm. The weight's gradient is compared only in the rows of kept
-    tokens.
+    """Two gradients agree if the norm of their difference is at most `tolerance` times the norm of ours. The weight's
+    gradient is compared only in the rows of kept tokens.
     """
     rows = kept.mask.token_ids.unique()
 

@@ -22,7 +22,7 @@ def test_select_tokens(contest: Contest, sizes: Sizes, scope: str) -> None:
         product = advantages.abs().unsqueeze(-1) * entropy
         return product.flatten() if scope == "batch" else product
 
-    quantile_fits = scope == "sequence" or math.prod(sizes.batch) <= 2**24  # torch.quantile takes no more
+    quantile_fits = scope == "sequence" or math.prod(sizes.batch) <= 2**24  # torch.quantile takes at most 2^24
     contest(
         f"select_tokens, of each {scope}, {RATIO:.0%}",
         describe(*sizes.batch),

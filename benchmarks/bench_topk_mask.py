@@ -16,9 +16,9 @@ from .harness import Contest, describe, same_kept
 from .sizes import Sizes
 from .targets import FLASHINFER, RAGGED
 
-# The number of scores in the last row of each request. FlashInfer measures a prefill of four requests with 128 rows
-# each; every row has one score more than the row before it. With the numbers below, the shortest, mean and longest
-# length of all rows are as FlashInfer states them.
+# The number of scores in the last row of each request. FlashInfer's benchmark is a prefill of four requests with 128
+# rows each. Every row has one score more than the row before it. With the numbers below, the shortest, the mean and the
+# longest length of the rows are those that FlashInfer states.
 LAST_ROWS = 502, 6_389, 9_389, 12_411
 
 
@@ -27,7 +27,7 @@ LAST_ROWS = 502, 6_389, 9_389, 12_411
 def test_topk_mask(contest: Contest, sizes: Sizes, segments: str, ratio: float) -> None:
     long = segments == "segment"
     shape = (sizes.segment,) if long else sizes.batch
-    in_torch = _torch.KERNELS["topk_mask"]  # used for a long segment without the CUDA library
+    in_torch = _torch.KERNELS["topk_mask"]  # used for a long segment if there is no CUDA library
     scores = inputs.advantages(*shape).abs() * inputs.entropies(*shape)
     contest(
         f"topk_mask of a {segments}, {ratio:.0%}",
@@ -62,7 +62,7 @@ def test_ragged(contest: Contest, sizes: Sizes) -> None:
         RAGGED,
         f"{rows} rows of up to {lengths.max():,} of {longest:,}, {len(scores):,} in all, bfloat16, keep {k:,}",
         lambda scores, _: d3s.topk_mask(scores, k=k, offsets=offsets, max_segment=longest),
-        inputs=copied(scores, padded, touched=min(scores.nbytes, padded.nbytes)),  # each contender reads one of them
+        inputs=copied(scores, padded, touched=min(scores.nbytes, padded.nbytes)),  # each contender reads one of the two
         peers={
             FLASHINFER: flashinfer(1),  # the lower index wins a tie, as in ours
             "topk + scatter": lambda _, padded: peers.topk_of_each(padded, k),
@@ -78,8 +78,8 @@ def prefill(rows_of_each: int, longest: int) -> Tensor:
 
 
 def same_kept_of_rows(present: Tensor, share: float) -> Callable[[str, Any, Any], None]:
-    """Compares our flat mask with a peer's result: either a mask of padded rows, or flat indices. If a row has too few
-    scores, some of its indices are -1.
+    """Compares our flat mask with a peer's result: either a mask of padded rows, or flat indices. If a row has fewer
+    than k scores, some of its indices are -1.
     """
 
     def agree(name: str, ours: Tensor, theirs: Tensor) -> None:

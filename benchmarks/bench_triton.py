@@ -1,7 +1,7 @@
-"""The Triton kernels, which serve GPUs without the CUDA library, compared with that library where both run.
+"""Compares the Triton kernels, which serve GPUs without the CUDA library, with that library on a GPU where both run.
 
-The Triton kernels are called directly, without dispatcher and checks, because the back-end cannot be switched between
-turns.
+The Triton kernels are called directly, without the dispatcher and its checks, because the library cannot switch its
+back-end between two turns.
 """
 
 import pytest
@@ -41,7 +41,9 @@ def test_forward(contest: Contest, sizes: Sizes) -> None:
 
 
 def test_few_rows(contest: Contest, sizes: Sizes) -> None:
-    """A batch of few rows: the GPU could run more programs at the same time than there are slices of rows."""
+    """A batch of few rows. The kernel has one program for each slice of a row, and the GPU could run more programs at
+    the same time.
+    """
     logits, labels = (tensor.flatten(0, 1)[:FEW_ROWS].clone() for tensor in inputs.logits_and_labels(sizes))
     contest(
         in_triton("logprob_entropy forward, few rows"),

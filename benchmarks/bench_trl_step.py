@@ -1,4 +1,4 @@
-"""D3S in TRL's trainer: the cost of an update, against GRPO's update on the same batch."""
+"""D3S in TRL's trainer: the cost of an update, compared with GRPO's update on the same batch."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_update(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None
 @pytest.mark.skipif(inputs.contests_of == "cpu", reason="a CPU takes minutes for it")
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_whole_model(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None:
-    """Two models with few layers, in turns, from which the time of the whole one is computed."""
+    """Times two models with few layers, in turns. From their times, the time of the whole model is computed."""
     from .trl_step import GRPO, OURS, OURS_ROLLOUTS, Update
 
     def of(name: str, layers: int) -> Update:

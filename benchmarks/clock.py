@@ -11,9 +11,9 @@ from torch import Tensor
 
 Work = Callable[[], Any]
 
-FEW_CALLS = "fastest of three calls"  # its time counts in every round
-NOT_RECORDED = "events, since it waits"  # not replayed as a graph, because it waits for the GPU
-SECONDS_PER_TURN = 0.01  # faster contenders are called several times a turn; short turns are seldom disturbed
+FEW_CALLS = "fastest of three calls"  # the time of this call counts in every round
+NOT_RECORDED = "events, since it waits"  # the work is not replayed as a graph, because it waits for the GPU
+SECONDS_PER_TURN = 0.01  # a call that is shorter is repeated within a turn; short turns are seldom disturbed
 
 
 class Inputs(NamedTuple):
@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
 
     arguments: tuple[Any, ...] = ()
     touched: int = 0  # each contender touches at least so many bytes of its arguments
-    further: Callable[[int], tuple[Any, ...]] | None = None  # the i-th arguments, from 1
+    further: Callable[[int], tuple[Any, ...]] | None = None  # makes the i-th further arguments, from i = 1
 
 
 def copied(*tensors: Tensor, touched: int | None = None) -> Inputs:
@@ -47,8 +47,8 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Work whose input is prepared before every call, without being timed. For example, a backward pass consumes its
-    graph.
+    """Work whose input is prepared before every call; the preparation is not timed. For example, a backward pass needs
+    a new graph for each call.
     """
 
     prepare: Callable[[], Any]
@@ -61,8 +61,9 @@ class Prepared:
 @dataclass(frozen=True)
 class Slow:
     """Work that takes too long on a CPU to be repeated in every round. A CPU's clock calls it three times in a run, and
-    the fastest call counts in every round of all contests with this work. That is enough if our own time is much
-    shorter, and `judging.py` allows for the error of this time. A GPU's clock repeats the work.
+    the fastest call counts in every round of all contests with this work. Three calls are enough if our own time is
+    much shorter. `judging.py` makes the range wider, since the time of the fastest call has an error. A GPU's clock
+    repeats the work.
     """
 
     work: Work
@@ -91,7 +92,7 @@ class Ready:
 
 class Clock(Protocol):
     def bind(self, work: Callable[..., Any], inputs: Inputs) -> Work:
-        """The work, applied to these inputs."""
+        """The work as a callable without arguments, which uses these inputs."""
 
     def ready(self, work: Work) -> Ready:
         """Runs the work without timing it, so that compilers run and caches fill. Then chooses the number of calls per
@@ -105,7 +106,9 @@ class Clock(Protocol):
         """The GPU's clock and power during the last timed turn; None on a CPU, or if they cannot be read."""
 
     def peak_bytes(self, work: Work) -> int | None:
-        """The peak memory of a call beyond what was allocated before; None if the process cannot measure it."""
+        """The peak memory of a call beyond the memory that was allocated before it; None if the process cannot measure
+        the peak.
+        """
 
     def works(self) -> bool:
         """Whether the device still works: after some errors CUDA fails until its process ends."""

@@ -1,7 +1,8 @@
 """The time of a whole model, computed from the times of two models that have few of its layers.
 
-Qwen2.5-7B has 28 layers, and its LM head is 7.7 % of its products. With two layers the head is 54 %. So pages show
-neither of the two measured models, but the time of the whole one: each further layer adds the same time.
+Qwen2.5-7B has 28 layers, and its LM head is 7.7 % of its products. With two layers the head is 54 %. So pages do not
+show the times of the two models, but the time of the whole model. This time is computed from the times of the two
+models, since each further layer adds the same time.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ WITH_FEW = f", {FEW} layers"  # ends the names of the contenders with few layers
 
 
 def is_source(contest: str) -> bool:
-    """Whether a contest is measured only to compute another one from it."""
+    """Whether a contest only serves to compute another contest from its times."""
     return contest.endswith(SOURCE)
 
 

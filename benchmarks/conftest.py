@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     rehearse = config.getoption("--rehearse")
     inputs.contests_of = "cuda" if rehearse else config.getoption("--device")
     inputs.device = torch.device("cpu" if rehearse else inputs.contests_of)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it by default
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -104,7 +104,7 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 @pytest.fixture(scope="session")
 def both_clocks() -> tuple[Clock, Clock]:
-    """One clock for the work, and one for the time that a call takes from its caller."""
+    """Two clocks. The first times the work; the second times how long the caller waits until a call returns."""
     if inputs.device.type == "cpu":
         return CpuClock(), CpuClock()
     return CudaClock(inputs.device), CallerClock()
@@ -112,7 +112,9 @@ def both_clocks() -> tuple[Clock, Clock]:
 
 @pytest.fixture(scope="session")
 def look(request: pytest.FixtureRequest) -> Callable[[], None] | None:
-    """A function that logs how fast the machine is. None on a GPU, and in a short run, since it judges nothing."""
+    """A function that logs how fast the machine is. None on a GPU, and in a short run, since a short run judges
+    nothing.
+    """
     if inputs.device.type != "cpu" or request.config.getoption("--short"):
         return None
     probe = Probe()

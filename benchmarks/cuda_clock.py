@@ -1,7 +1,8 @@
-"""Clocks for a GPU: events around many calls, replays of a CUDA graph for short calls, and the caller's time.
+"""Clocks for a GPU. A clock records events around many calls, replays short calls as a CUDA graph, or times how long
+the caller waits.
 
-A GPU works asynchronously. So it first executes a pause, during which Python queues the calls; without the pause, the
-measured time would include waiting for Python. A GPU's cache holds the data that were read last. So small inputs are
+A GPU works asynchronously. So it first executes a pause, during which Python queues the calls. Without the pause, the
+GPU would wait for Python while it is timed. A GPU's cache holds the data that were read last. So small inputs are
 copied until all copies together are larger than the cache. While the GPU executes the calls, its clock and power are
 read.
 """
@@ -32,8 +33,8 @@ MOST_CALLS_QUEUED = 200  # fewer launches than the driver's queue holds; a full 
 
 
 class Rotating:
-    """The same work, on its own inputs and on further inputs in turn. All data that it touches are together twice as
-    large as the cache, so the data of the next call are never in the cache.
+    """The same work, on its own inputs and on further inputs in turn. The inputs are together twice as large as the
+    cache, so the inputs of the next call are never in the cache.
     """
 
     def __init__(self, work: Callable[..., Any], inputs: Inputs, cache_bytes: int) -> None:
@@ -94,7 +95,7 @@ class CudaClock:
         self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.gauge = gauge_of(device)
         self.read: Reading | None = None
-        gc.freeze()  # torch collects garbage before every recording; this excludes all imported objects
+        gc.freeze()  # torch collects garbage before every recording; this makes it skip all imported objects
 
     def bind(self, work: Callable[..., Any], inputs: Inputs) -> Work:
         return Rotating(work, inputs, self.cache_bytes) if inputs.arguments else work
@@ -178,7 +179,7 @@ class CallerClock(CpuClock):
 
 
 def elapsed(call: Work, times: int, gauge: Gauge | None = None) -> tuple[float, Reading | None]:
-    """The seconds that these calls take on the GPU, and the gauge's reading meanwhile."""
+    """The seconds that these calls take on the GPU, and what the gauge reads during the calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with watched(gauge, start) as found:
         torch.cuda._sleep(PAUSE)

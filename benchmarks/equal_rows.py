@@ -1,7 +1,7 @@
 """What it costs to have the same number of kept rollouts on every rank. If the choice is restricted to equal numbers,
 variance is lost. If the choice is not restricted, kept rows must move to other ranks.
 
-    python -m benchmarks.equal_rows      a table in Markdown, means over 200 batches; half a minute
+    python -m benchmarks.equal_rows      prints a table of means over 200 batches; takes half a minute
 
 Every rank has 8 prompts of 16 rollouts, and half of all rollouts are kept. Nothing is timed, and no processes are
 started: each rank is a row of a tensor.
@@ -41,10 +41,10 @@ def normal(ranks: int, generator: torch.Generator) -> Tensor:
 
 
 def one_batch(advantages: Tensor) -> tuple[float, float, float, float]:
-    """Returns four numbers. The first two are for equal numbers of rows on all ranks: the share of the variance that is
-    lost if one choice is made for all ranks together, and the share that is lost if each rank chooses alone. The other
-    two are for an unrestricted choice: the largest number of rows on a rank, divided by the mean number, and the share
-    of the kept rows that move.
+    """Returns four numbers. The first two are shares of the variance that are lost if all ranks must keep the same
+    number of rows: first if one choice is made for all ranks together, then if each rank chooses alone. The last two
+    are for a choice without this restriction: the largest number of rows on a rank, divided by the mean number; and the
+    share of the kept rows that move.
     """
     ranks, each = len(advantages), KEEP * PROMPTS
     best = max_variance_select(advantages.view(-1), each * ranks).view_as(advantages)

@@ -1,9 +1,10 @@
 """Contests: callables that compute the same result, timed in turns.
 
-The speed of a machine varies over time. So the contenders of a contest take turns, round after round, and what
-disturbs the machine disturbs all of them. judging.py compares them.
+The speed of a machine varies over time. So the contenders of a contest take turns, round after round, and what disturbs
+the machine disturbs all contenders. judging.py compares their times.
 
-A GPU that draws much power lowers its clock. A round in which a contender's clock differs from ours is taken again.
+A GPU that draws much power lowers its clock. If a contender's clock differs from ours in a round, the round is
+repeated.
 
 A contest that is out of time keeps the rounds that it has. A peer that cannot run is left out, and the log says why.
 """
@@ -27,8 +28,8 @@ Agree = Callable[[str, Any, Any], None]
 Record = Callable[[str, Contenders, dict[str, str]], None]
 
 FEWEST_ROUNDS = 3
-LONGEST = 100.0  # seconds after which a contest needs no further rounds
-REST = 0.02  # seconds before each turn once clocks have differed, so that each turn begins with the same power to spend
+LONGEST = 100.0  # seconds after which a contest ends, even if it has too few rounds for a range
+REST = 0.02  # seconds of rest before each turn, once clocks have differed: the GPU's power falls meanwhile
 POISONED = 70  # the exit status of a process in which CUDA no longer works
 
 
@@ -45,7 +46,7 @@ class Poisoned(Exception):
 
 
 def alarm(seconds: float | None) -> None:
-    """Raises `OutOfTime` in the main thread after this number of seconds; None cancels an earlier call."""
+    """Raises `OutOfTime` in the main thread after this number of seconds; None cancels an earlier alarm."""
 
     def ring(*_: object) -> None:
         raise OutOfTime("it took too long")
@@ -55,7 +56,7 @@ def alarm(seconds: float | None) -> None:
 
 
 class Contest:
-    """The `contest` fixture: checks that all contenders agree, lets them take turns, records what each took."""
+    """The `contest` fixture. It checks that all contenders agree, lets them take turns, and records their times."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class Contest:
         self.judged = judged
         self.excluded = excluded
         self.strict = strict
-        self.seconds: float | None = None  # a contest's limit, if any; when a peer has used it up, the rest gets half
-        self.name_ends = ""  # a file may set a common end of its contests' names
+        self.seconds: float | None = None  # a contest's limit, if any; if a peer uses it up, the rest gets half of it
+        self.name_ends = ""  # a file may set this end for the names of all its contests
 
     def limit(self, seconds: float | None) -> None:
         if self.seconds:
@@ -100,8 +101,8 @@ class Contest:
         of_caller: bool = False,
         with_range: bool = False,
     ) -> None:
-        """Times `ours`, `peers` and `yardsticks`. `agree` compares the peers' results with ours; yardsticks do other
-        work.
+        """Times `ours`, `peers` and `yardsticks`. `agree` compares the peers' results with ours. The yardsticks'
+        results are not compared, since yardsticks do other work.
 
         A peer is None if it is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
         copy them (see `Inputs`). `of_caller` measures the time until a call returns. `with_range` asks for as many
@@ -185,9 +186,9 @@ class Contest:
 
 @dataclass(frozen=True)
 class Turns:
-    seconds: dict[str, list[float]]  # per call of each contender, round by round
+    seconds: dict[str, list[float]]  # of one call of each contender, round by round
     readings: dict[str, list[Reading | None]]
-    taken_again: int  # rounds that do not count
+    taken_again: int  # the number of rounds that do not count
 
 
 def known(values: list[float | None]) -> list[float] | None:
@@ -204,11 +205,11 @@ def take_turns(
     most_rounds: int,
     look: Callable[[], None] | None = None,
 ) -> Turns:
-    """Times `fewest_rounds` rounds, unless they take too long. Then times more rounds until the seconds are over.
+    """Times `fewest_rounds` rounds, unless they take too long. Then times more rounds until `seconds` have passed.
 
     A round in which clocks differed is repeated, but there are at most `fewest_rounds` repetitions. After these, a
     round counts even if clocks differ: some contenders draw so much power that the contenders never have the same
-    clock. The log has every clock.
+    clock. The log has the clocks of every round that counts.
     """
     seconds_of: dict[str, list[float]] = {name: [] for name in ready}
     readings: dict[str, list[Reading | None]] = {name: [] for name in ready}
@@ -257,7 +258,9 @@ def clocks_differ(ours: Reading | None, every: Iterable[Reading | None]) -> bool
 
 
 def close(tolerance: float, **by_name: float) -> Agree:
-    """All tensors agree within `tolerance`, or within the peer's tolerance in `by_name` (for low precision)."""
+    """Two results agree if their tensors differ by at most `tolerance`. A peer of low precision may have another
+    tolerance in `by_name`.
+    """
 
     def agree(name: str, ours: Any, theirs: Any) -> None:
         atol = by_name.get(name, tolerance)
@@ -270,7 +273,9 @@ def close(tolerance: float, **by_name: float) -> Agree:
 
 
 def close_gradient(tolerance: float, **by_name: float) -> Agree:
-    """Gradients agree within a relative error in norm. Only every 15th token is compared: peaked rows and others."""
+    """Two gradients agree if the norm of their difference is at most `tolerance` times the norm of ours; `by_name` has
+    other tolerances for some peers. Only every 15th token is compared. Among these are peaked rows and other rows.
+    """
 
     def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         mine, other = ours[:, ::15].float(), theirs[:, ::15].float()
@@ -281,7 +286,9 @@ def close_gradient(tolerance: float, **by_name: float) -> Agree:
 
 
 def same_kept(share: float) -> Agree:
-    """Masks differ in at most this share of the kept positions, since peers may break ties or round k differently."""
+    """Two masks agree if the number of positions in which they differ is at most `share` times the number of kept
+    positions. Peers may break ties or round k in another way.
+    """
 
     def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         differing = (ours ^ theirs.reshape(ours.shape)).sum().item()

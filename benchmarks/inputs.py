@@ -9,9 +9,9 @@ from d3s_kernels import SamplingMask
 
 from .sizes import Sizes
 
-device = torch.device("cpu")  # of all inputs; conftest.py sets it before the first is made
+device = torch.device("cpu")  # the device of all inputs; conftest.py sets it before the first input is made
 SECTOR = 32  # bytes of a GPU's memory that are read together
-contests_of = "cpu"  # the device whose contests run; a rehearsal runs a GPU's on the CPU
+contests_of = "cpu"  # the device whose contests run; a rehearsal runs a GPU's contests on the CPU
 
 
 def generator() -> torch.Generator:
@@ -38,11 +38,11 @@ def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tupl
 @dataclass(frozen=True)
 class Kept:
     mask: SamplingMask
-    labels: torch.Tensor  # [...], each in its span
+    labels: torch.Tensor  # [...]; each label is one of its span's ids
 
     @cached_property
     def padded(self) -> torch.Tensor:
-        """The ids as trainers hold them, int64 [..., K], -1 past the last."""
+        """The kept ids as trainers hold them: int64 [..., K], padded with -1."""
         lengths = self.mask.offsets.diff()
         row = torch.repeat_interleave(lengths)
         place = torch.arange(len(row), device=row.device) - self.mask.offsets[row]
@@ -51,7 +51,7 @@ class Kept:
         return padded.view(*self.labels.shape, -1)
 
     def moved(self, by: int, vocabulary: int) -> "Kept":
-        """The same number of tokens in each span, but other tokens."""
+        """The same spans, but with other tokens."""
         ids = (self.mask.token_ids + by) % vocabulary
         other = Kept(SamplingMask(ids, self.mask.offsets), (self.labels + by) % vocabulary)
         _ = other.padded  # it waits for the GPU, which must not happen in a call that is timed
@@ -69,8 +69,8 @@ def kept_tokens(sizes: Sizes) -> Kept:
 
 
 def draw_kept(vocabulary: int, *shape: int, mean: float = 8) -> Kept:
-    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, the mean is 8 tokens, and 99 %
-    have at most 82 tokens. For another mean, all sizes are scaled.
+    """Spans of kept tokens, with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, the mean is 8
+    tokens, and 99 % have at most 82 tokens. For another mean, all sizes are scaled.
     """
     draws = torch.Generator().manual_seed(20_250_922)
     lengths = torch.randn(shape, generator=draws).mul(1.19).add(1.9).exp().long().clamp(2, 512).flatten()

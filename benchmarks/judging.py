@@ -1,8 +1,9 @@
 """The kinds of targets, and the rules that judge them: one rule for CPUs, and one rule for GPUs.
 
 A CPU is shared, and other programs disturb most rounds. The fastest of many rounds shows the time of undisturbed work,
-so the ratio of the fastest rounds decides. A GPU is not shared, so the median of the rounds' ratios decides. Both have
-a range. A target is met if both ends of the range meet it, missed if neither end does, and otherwise undecided.
+so the ratio of the fastest rounds decides. A GPU is not shared, so the median of the rounds' ratios decides. Each of
+these two ratios has a range. A target is met if both ends of the range meet it, missed if neither end does, and
+otherwise undecided.
 """
 
 from collections.abc import Callable
@@ -71,8 +72,8 @@ def range_of_parts(above: list[float], below: list[float]) -> Interval | None:
     """The range of the parts' ratios, or None if there are too few rounds. Each part compares the contenders' fastest
     rounds within this part.
 
-    The rounds are dealt to the parts in turn. So each part has rounds from the whole contest, and with both orders of
-    the contenders. The ratio of all rounds always lies in this range.
+    The rounds are dealt to the parts in turn. So each part has rounds from the whole contest, and rounds with either
+    order of the contenders. The ratio of all rounds always lies in this range.
     """
     if len(above) < PARTS * OF_A_PART:
         return None
@@ -87,9 +88,9 @@ def interval_of_ratios(above: list[float], below: list[float]) -> Interval | Non
 def interval(values: list[float]) -> Interval | None:
     """Two of the values. In at least 95 % of cases, the true median lies between these two, for any distribution.
 
-    The median is below the r-th smallest value only if fewer than r values are below the median, each with probability
-    1/2. The same holds above. With fewer than six values, not even the smallest and the largest value are far enough
-    apart: the result is None.
+    Each value is below the true median with probability 1/2. The median is below the r-th smallest value only if fewer
+    than r values are below the median. For the r-th largest value, the same holds with "above". With fewer than six
+    values, not even the smallest and the largest value are far enough apart: the result is None.
     """
     ordered, count = sorted(values), len(values)
     outside, rank = 0.0, 0
@@ -109,7 +110,7 @@ class Verdict:
     value: float
     interval: Interval | None
     median: float
-    by: str  # the name of the rule
+    by: str  # the name of the rule that judged
     against: str  # the contender that ours was compared with; empty if none
     outcome: str
 
@@ -125,7 +126,7 @@ def verdict(found: Ratio, by: str, against: str, holds: Callable[[float], bool] 
 
 @dataclass(frozen=True)
 class Faster:
-    """The fastest contender in `than` takes at least `times` as long as ours."""
+    """A target: the time of the fastest contender in `than` is at least `times` x our time."""
 
     contest: str
     than: tuple[str, ...]
@@ -147,8 +148,8 @@ class Faster:
 
 @dataclass(frozen=True)
 class Within:
-    """Ours takes at most `times` as long as the contender `of`. With `same_clock`, only rounds count in which both had
-    the same clock of a GPU.
+    """A target: our time is at most `times` x the time of the contender `of`. With `same_clock`, a round counts only if
+    the GPU had the same clock for both contenders.
     """
 
     contest: str
@@ -171,7 +172,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Under:
-    """One call of ours takes at most this many microseconds."""
+    """A target: one call of ours takes at most this many microseconds."""
 
     contest: str
     microseconds: float
@@ -189,8 +190,8 @@ class Under:
 
 @dataclass(frozen=True)
 class ShareOf:
-    """Ours reaches at least this percentage of the bandwidth of the fastest contender in `than`; these move the same
-    bytes.
+    """A target: ours reaches at least this percentage of the bandwidth of the fastest contender in `than`. The
+    contenders in `than` move as many bytes as ours.
 
     The fastest contender is the one with the best time over all rounds. It is not chosen again in each round: that
     would choose the contender that was disturbed least in the round, and so compare ours with times that no single
@@ -200,7 +201,7 @@ class ShareOf:
     contest: str
     than: tuple[str, ...]
     percent: float
-    moves: int = 1  # how many times the bytes of the size are moved
+    moves: int = 1  # how often the bytes of the size are moved; 2 if they are read and written
     unit: ClassVar[str] = "% of the bandwidth"
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 import d3s_kernels as d3s
 
-PEERS = ("liger-kernel", "unsloth_zoo", "quack-kernels", "flashinfer-python")  # besides TRL; many machines lack them
+PEERS = ("liger-kernel", "unsloth_zoo", "quack-kernels", "flashinfer-python")  # peers besides TRL; often not installed
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -41,10 +41,11 @@ def describe(device: str) -> dict[str, Any]:
 class Threads:
     """The number of threads on which all contenders run: one, or torch's default, whichever is faster.
 
-    A host may take a virtual core away for a moment. The threads on all other cores then wait at the next barrier.
+    A host may take a virtual core away for a moment. The threads on all other cores then wait at the next barrier, so
+    one thread can be faster.
     """
 
-    seconds: dict[int, float]  # of a short product, by the number of threads
+    seconds: dict[int, float]  # the time of a short product, by the number of threads
 
     @property
     def chosen(self) -> int:
@@ -64,7 +65,9 @@ def threads(count: int) -> str:
 
 
 def try_threads() -> Threads:
-    """Compares medians, since the fastest calls do not show how often a core is missing. The two numbers take turns."""
+    """Times a short product with one thread and with torch's default, in turns. The medians are compared, since the
+    fastest calls do not show how often a core is missing.
+    """
     most = torch.get_num_threads()
     matrix = torch.rand(1_024, 1_024)
     times: dict[int, list[float]] = {count: [] for count in (1, most)}
@@ -121,8 +124,8 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """D3S_COMMIT if it is set; else git's commit, with `+` if tracked files have changed since. None if both are
-    missing.
+    """The value of D3S_COMMIT if it is set; else git's commit, with `+` if tracked files have changed since this
+    commit. None if there is neither.
     """
     if told := os.environ.get("D3S_COMMIT"):
         return told

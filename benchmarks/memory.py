@@ -1,4 +1,4 @@
-"""Measures the peak memory of some work beyond what was allocated before it.
+"""Measures the peak memory of some work, beyond the memory that was allocated before the work.
 
 Each contender runs in a separate process, because a process's peak can only rise. The contender runs once before the
 measurement, either on a tiny vocabulary or completely. So thread pools and libraries are not counted.
@@ -24,7 +24,7 @@ FORWARD, STEP = "logprob_entropy forward, peak memory beyond the logits", "TRL's
 
 
 def forward(function: Callable, sizes: Sizes) -> Work:
-    """A forward pass; the logits are filled in place."""
+    """A forward pass. The logits are made in place, so that making them does not raise the peak."""
     logits, labels = inputs.logits_and_labels(sizes)
     tiny = torch.zeros(sizes.sequences, sizes.tokens, 512, dtype=logits.dtype)
     with torch.no_grad():
@@ -68,7 +68,7 @@ CONTESTS: dict[str, dict[str, Callable[[Sizes], Work]]] = {
 
 
 def measure(contest: str, short: bool) -> dict[str, int]:
-    """Bytes by contender; empty if the system does not report them (Linux does)."""
+    """The peak bytes of each contender; empty if the system does not report a process's peak (Linux does)."""
     if high_water() is None:
         return {}
     return {name: in_own_process(contest, name, short) for name in CONTESTS[contest]}
@@ -80,7 +80,7 @@ def allowed(sizes: Sizes) -> int:
 
 
 def of_contest(contenders: Contenders) -> dict[str, int]:
-    """Peak bytes by contender on a GPU, where torch's allocator reports them for each call."""
+    """The peak bytes of each contender on a GPU. There, torch's allocator reports the peak of each call."""
     return {
         name: timing.peak_bytes
         for name, timing in contenders.items()

@@ -39,7 +39,9 @@ class Unreadable(Exception):
 
 
 def gauge_of(device: torch.device) -> "Gauge | None":
-    """A gauge of the GPU. If the clock cannot be read, warns and returns None: nobody then notices if clocks differ."""
+    """A gauge of the GPU. If the clock cannot be read, warns and returns None. Then nobody notices if two contenders
+    have different clocks.
+    """
     try:
         return Gauge(device)
     except (OSError, Unreadable) as problem:
@@ -69,8 +71,8 @@ class Gauge:
         return None if failed else float(self.clock.value)
 
     def watts(self) -> float | None:
-        """The power at this moment. If NVML does not report it, the result of `nvmlDeviceGetPowerUsage`, which on most
-        GPUs is the mean over the last second.
+        """The power at this moment. If NVML does not report it, this is the result of `nvmlDeviceGetPowerUsage`, which
+        on most GPUs is the mean over the last second.
         """
         field, milliwatts = FieldValue(field=POWER_NOW), ctypes.c_uint()
         if not self.call("nvmlDeviceGetFieldValues", self.device, 1, ctypes.byref(field)) and not field.error:
@@ -85,8 +87,8 @@ class Gauge:
 
 @contextmanager
 def watched(gauge: Gauge | None, start: Any) -> Iterator[list[Reading]]:
-    """Reads the gauge from the event `start` on until the context ends. A thread of its own reads it, because this
-    thread launches work in the meantime, or waits for the end of the work.
+    """Reads the gauge from the event `start` on until the context ends. A separate thread reads the gauge, because the
+    calling thread launches work in the meantime, or waits for the end of the work.
     """
     found: list[Reading] = []
     if gauge is None:
@@ -109,7 +111,7 @@ def watched(gauge: Gauge | None, start: Any) -> Iterator[list[Reading]]:
 
 
 def middle(found: list[Reading]) -> Reading | None:
-    """The medians; None without a reading."""
+    """The medians of the readings; None if there is no reading."""
     watts = [read.watts for read in found if read.watts is not None]
     return Reading(median(read.megahertz for read in found), median(watts) if watts else None) if found else None
 

@@ -6,7 +6,7 @@ loss of some tokens by 0.
 
 Both trainers keep all rollouts and tokens, and share one model and one batch with recorded lengths. In this batch,
 vLLM's ratio is 0 for a share of the tokens, or of the sequences. TRL's trainer computes these tokens and multiplies
-their loss by 0; our trainer leaves them out.
+their loss by 0. Our trainer does not compute these tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def updates(sizes: Sizes, model: str, dropped: float, of_sequences: bool) -> dic
     shape = (sizes.rollouts, 1) if of_sequences else shape_of_tokens
     order = torch.rand(shape, generator=generator).flatten().argsort()
     batch["importance_sampling_ratio"] = (order >= round(dropped * len(order))).float().view(shape).to(inputs.device)
-    batch["advantages"] = inputs.advantages(sizes.rollouts)  # none of them 0: only what is off-policy is left out
+    batch["advantages"] = inputs.advantages(sizes.rollouts)  # no advantage is 0: only what is off-policy is left out
     vocabulary = SHAPES[model].vocabulary or sizes.vocabulary
     # close to the log-probabilities of a model with random weights
     batch["old_per_token_logps"] = torch.full(shape_of_tokens, -math.log(vocabulary), device=inputs.device)
-    batch["d3s_entropy"] = entropy_of(batch["completion_ids"])  # as from the same pass
+    batch["d3s_entropy"] = entropy_of(batch["completion_ids"])  # as if from the pass for old log-probabilities
     found = {}
     for name in (GRPO, OURS_PASS):
         trainer = trainer_of(
             name, sizes, model, rollouts_start=1.0, rollouts_end=1.0, token_ratio_start=1.0, token_ratio_end=1.0
         )
-        trainer.use_vllm = True  # what makes TRL read the ratios
+        trainer.use_vllm = True  # makes TRL read the ratios
 
         def run(trainer: Any = trainer, ours: bool = name != GRPO) -> Tensor:
             own = dict(batch)

@@ -1,4 +1,4 @@
-"""Ops on a benchmark's inputs, for a profiler.
+"""Runs single ops on a benchmark's inputs, for a profiler.
 
 ncu --profile-from-start off --set full python -m benchmarks.one_call topk_mask compact
 python -m benchmarks.one_call --timeline sparse_head
@@ -45,7 +45,7 @@ def head_both_ways(sizes: Sizes) -> Callable[[], Any]:
 
 
 def sparse_head(sizes: Sizes, into: bool = True) -> Callable[[], Any]:
-    """Forward and backward with a sampling mask. If `into`, the weight's gradient is added to a tensor."""
+    """Forward and backward with a sampling mask. If `into`, the weight's gradient is added to an existing tensor."""
     hidden, weight, _ = inputs.lm_head(sizes, "wide", torch.bfloat16)
     kept = inputs.draw_kept(sizes.vocabulary, sizes.head_tokens)
     gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))
@@ -139,7 +139,9 @@ def main() -> None:
 
 
 def profiled(op: str, call: Callable[[], Any]) -> None:
-    """One call for a profiler that was started with `--profile-from-start off`."""
+    """Makes one call, and tells the profiler to record only this call. Start the profiler with
+    `--profile-from-start off`.
+    """
     if inputs.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

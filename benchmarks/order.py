@@ -1,8 +1,8 @@
 """The order of the contests on a GPU: first the most important ones, last the less important ones that start slowly.
 
-A GPU is available for minutes, and a run may end at any moment. Each line below has the beginning of the ids of one or
-more tests, and a number of seconds. After this time, each of these tests stops, and keeps the rounds that it has. Tests
-that match no line come before `LAST`.
+A GPU is available for minutes, and a run may end at any moment. Each line below has a beginning of test ids, and a
+number of seconds. A test whose id has this beginning stops after this number of seconds, and keeps the rounds that it
+has. Tests that match no line come before `LAST`.
 """
 
 HEADLINES: tuple[tuple[str, float], ...] = (

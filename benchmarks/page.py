@@ -14,7 +14,7 @@ from .withdrawn import reasons, what_stands
 # Bytes of memory a second, by NVIDIA's data sheets.
 SPECIFIED = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12, "NVIDIA B200": 8.0e12}
 
-Row = dict[str, Any]  # of a run's targets
+Row = dict[str, Any]  # one of a run's targets
 Run = dict[str, Any]
 
 READING = """\
@@ -96,7 +96,9 @@ def circumstances(run: Run) -> str:
 
 
 def outcomes(run: Run) -> str:
-    """How many targets were met. Early results do not name the rule by which they were judged: there was only one."""
+    """How many targets were met. Early results do not name the rule by which they were judged, since there was only one
+    rule.
+    """
     judged = [row["outcome"] for row in run["targets"] if row["bound"]]
     rule = f", judged by {run['judged_by']}" if "judged_by" in run else ""
     told = ", ".join(f"{count} {outcome}" for outcome, count in Counter(judged).items())
@@ -104,7 +106,9 @@ def outcomes(run: Run) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Five columns: the size follows what was measured, and the outcome follows the target."""
+    """The five columns of a target's row. The first column has the contest, followed by its size; the last has the
+    bound, followed by the outcome.
+    """
     outcome = row["outcome"] if row["outcome"] == "met" else f"**{row['outcome']}**"
     ours, other, value = (plain(row[column]) for column in ("ours", "against", "value"))
     value = "; ".join(filter(None, (value, row.get("did"))))
@@ -112,12 +116,12 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plain(text: str) -> str:
-    """Numbers without an exponent: `2,310 MiB`."""
+    """The text with its numbers written without exponents: `2,310 MiB`."""
     return re.sub(r"\d\.\d+e\+\d+", lambda number: f"{float(number[0]):,.0f}", text)
 
 
 def contenders(run: Run) -> list[tuple[str, ...]]:
-    """Early results have no fastest rounds, and no intervals of medians."""
+    """The rows of the table of all contenders. Early results have no fastest rounds, and no intervals of medians."""
     return [
         (
             of_size(contest, timing["size"]),
@@ -146,6 +150,6 @@ def duration(seconds: float) -> str:
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Empty without rows."""
+    """A table in Markdown; empty if there are no rows."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) if len(lines) > 2 else ""

@@ -22,11 +22,12 @@ import d3s_kernels as d3s
 from . import inputs, trl_peers
 from .targets import TRL_TRITON
 
-# The tables' name for the code that TRL runs on this device: torch functions, or on a GPU TRL's own Triton kernel.
+# The name that tables have for the code that TRL runs on this device. On a GPU, this is TRL's own Triton kernel; on a
+# CPU, these are torch functions.
 ON_GPU = trl_peers.ON_GPU
 TRL = TRL_TRITON if ON_GPU else "TRL"
 Peer = Callable[..., object]
-PAIRS_AT_ONCE = 1 << 17  # pairs of a row and a kept token; for 3,584 features, 940 MB of products
+PAIRS_AT_ONCE = 1 << 17  # pairs of a row and a kept token; with 3,584 features, their products take 940 MB
 
 
 def from_trl(peer: Peer) -> Peer | None:
@@ -110,7 +111,7 @@ def liger() -> Callable | None:
     if module is None:
         return None
     try:
-        module._resolve_implementation(inputs.device)  # here it imports what the device needs
+        module._resolve_implementation(inputs.device)  # here, Liger imports what the device needs
     except ImportError as problem:
         warnings.warn(f"Liger's head is missing among the peers: {problem}", stacklevel=2)
         return None
@@ -186,7 +187,7 @@ def compiled(function: Callable) -> Callable | None:
     return torch.compile(function, dynamic=False)
 
 
-# Of the tokens that a sampling mask keeps -----------------------------------------------------------------------------
+# Over the tokens that a sampling mask keeps ---------------------------------------------------------------------------
 
 
 def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
@@ -200,7 +201,7 @@ def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def gathered(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Reduces only the kept logits, padded to the longest span, as prime-rl does."""
+    """Gathers the kept logits, padded to the longest span, and computes with only these, as prime-rl does."""
     return of_padded(logits.gather(-1, kept.padded.clamp(min=0)), kept)
 
 
@@ -294,7 +295,9 @@ def trl_token_mask(logits: Tensor, advantages: Tensor, ratio: float) -> Tensor:
 
 
 def max_variance(values: Tensor, keep: int) -> Tensor:
-    """The `keep` values of each row with the largest variance: sort, running sums, and all splits in one pass."""
+    """Marks those `keep` values of each row that have the largest variance. It sorts the row, forms running sums, and
+    compares all splits in one pass.
+    """
     ordered, order = values.sort(dim=-1)
     centred = ordered.double() - ordered.mean(-1, keepdim=True)
     low, high = centred[..., :keep], centred[..., -keep:].flip(-1)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OFF = 0.15  # the share of a level; a rate lower by more than this is far below the level
+OFF = 0.15  # a rate is far below a level if it is lower by more than this share of the level
 FEW = 0.10  # the share of probes that may be far below the level in a quiet run
 REACHED = 0.9  # a level is this quantile of the probes
 
@@ -35,18 +35,19 @@ class Rates(NamedTuple):
 
 
 class Probe:
-    """Measures both rates, which takes 20 ms on two cores. Each rate is a median of three calls, since one may be
+    """Measures both rates, which takes 20 ms on two cores. Each rate is a median of three calls, since one call may be
     interrupted.
     """
 
     def __init__(self) -> None:
-        # The parts, together 384 MiB, are read in turn, so that none is still in a cache.
+        # The parts have 384 MiB together. They are read in turn, so that no part is still in a cache when it is read
+        # again.
         self.parts = itertools.cycle(torch.ones(6, 16 * 2**20))
         self.matrix = torch.rand(768, 768)
         self.threads = torch.get_num_threads()
 
     def __call__(self) -> Rates:
-        threads = torch.get_num_threads()  # fewer in the contests between ranks
+        threads = torch.get_num_threads()  # fewer than at the start in the contests between ranks
         torch.set_num_threads(self.threads)
         try:
             read = self.seconds(lambda: next(self.parts).sum())

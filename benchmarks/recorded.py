@@ -1,8 +1,9 @@
 """Lengths, rewards and entropies of a real model's answers, in the sizes of a contest.
 
-`recorded.json` has 64 answers of SmolLM2-135M to eight word problems, of at most 128 tokens (tools/record_answers.py).
-A model with random weights cannot replace them: all its tokens have nearly the same entropy, so that |advantage| x
-entropy ranks tokens by their rollout, and all its completions are as long as the limit.
+`recorded.json` has 64 answers of at most 128 tokens, which SmolLM2-135M gave to eight word problems
+(tools/record_answers.py). Answers of a model with random weights would not do. All their tokens would have nearly the
+same entropy, so |advantage| x entropy would rank tokens by their rollout. Also, all answers would be as long as the
+limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 
 FILE = Path(__file__).with_name("recorded.json")
-LEVELS = 1_000  # entropies are hundredths of a nat, below 10 nats
+LEVELS = 1_000  # levels are entropies in hundredths of a nat, below 10 nats
 
 
 @cache
@@ -29,7 +30,7 @@ def recorded() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of whole groups, one row each, as columns of a generation batch. Padding is on the right."""
+    """The answers of whole groups, as columns of a generation batch. Each answer is one row, padded on the right."""
 
     mask: Tensor  # bool [rows, completion]
     levels: Tensor  # entropies in hundredths of a nat, int64 [rows, completion]

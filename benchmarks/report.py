@@ -34,7 +34,7 @@ class Line:
     value: str
     bound: str
     verdict: Verdict | None
-    did: str = ""  # what was done in the two times, where the contenders say it
+    did: str = ""  # what the two contenders did in their times, if they say it
 
     @property
     def outcome(self) -> str:
@@ -103,8 +103,9 @@ def against(target: Target, verdict: Verdict | None, contenders: Contenders, rul
 
 
 def share_of_specified(target: Target, ours: Timing, rule: Rule, gpu: str) -> str:
-    """The text that follows a share of the bandwidth which the same GPU reaches. It adds the share of the specified
-    bandwidth: the first share may exceed 100 %, but the second cannot.
+    """Our share of the GPU's specified bandwidth, as text. In a line, the text follows our share of the bandwidth that
+    a contender reaches on the same GPU. The share of a contender's bandwidth may exceed 100 %, but the share of the
+    specified bandwidth cannot.
     """
     rate = SPECIFIED.get(gpu)
     if rate is None or not isinstance(target, ShareOf):
@@ -117,7 +118,7 @@ OTHER = {"fastest": "median", "median": "fastest"}
 
 
 def times(timing: Timing, rule: Rule) -> str:
-    """The time that is judged, followed by the other time if it differs: `16.1 ms (median 16.5)`."""
+    """The time that is judged, followed by the other time if the two differ: `16.1 ms (median 16.5)`."""
     shown, other = duration(rule.of(timing)), duration(getattr(timing, OTHER[rule.time]))
     if other == shown:
         return shown
@@ -144,8 +145,8 @@ def memory_line(
     allowed: int | None = None,
     share: float | None = None,
 ) -> list[Line]:
-    """Our memory beside the peer with the least memory. The bound is `allowed` bytes, or a `share` of this peer's
-    memory.
+    """Compares our memory with that of the peer that needs the least. The bound is `allowed` bytes, or a `share` of
+    this peer's memory.
     """
     if not peaks.keys() - {OURS}:
         return []
@@ -156,7 +157,7 @@ def memory_line(
         bound, most = f"<= {mebibytes(allowed)}", allowed
     if share is not None:
         bound, most = f"<= {share:g}x the memory", share * peaks[rival]
-    # Measured once: how much memory a call takes does not vary as times do.
+    # Memory is measured only once: unlike its time, the memory of a call does not vary.
     found = Ratio(value, (value, value), value)
     held = verdict(found, "one measurement", rival, None if most is None else lambda _: mine <= most)
     line = Line(
@@ -228,7 +229,7 @@ def compact(caption: str, judged: list[Line], log: Log) -> str:
     )
     not_reached = dict.fromkeys(shorter(line.what) for line in judged if not line.ours)
     for outcome in WORST_FIRST:
-        if outcome == REPORTED:  # these are left out first
+        if outcome == REPORTED:  # lines from here on are left out first
             lines += reasons
             lines += [f"not measured: {'; '.join(not_reached)}"[:1000]] if not_reached else []
         rows = [replace(line, size="") for line in judged if line.outcome == outcome]
@@ -321,7 +322,7 @@ def of_contender(timing: Timing) -> dict[str, Any]:
 
 
 def of_clock(timing: Timing, ours: Timing) -> dict[str, Any]:
-    """Nothing where the clock is not known."""
+    """Clock and power of a contender; empty if the clock is not known."""
     if timing.megahertz is None:
         return {}
     return {
@@ -334,5 +335,5 @@ def of_clock(timing: Timing, ours: Timing) -> dict[str, Any]:
 
 
 def times_ours(name: str, rivals: Contenders, rule: Rule) -> dict[str, Any] | None:
-    """How many times as fast ours is; None if the contest has no time of ours."""
+    """How many times as fast as the contender ours is; None if the contest has no time of ours."""
     return rule.of_contenders(rivals, name, OURS)._asdict() if OURS in rivals else None

@@ -1,4 +1,6 @@
-"""A second process that mirrors the calls of this process. Both are ranks of a gloo group, with one thread each."""
+"""A second process that mirrors the calls of this process. Both processes are ranks of a gloo group, with one thread
+each.
+"""
 
 from __future__ import annotations
 

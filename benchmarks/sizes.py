@@ -21,7 +21,7 @@ class Sizes:
     keep: int = 16
     pool: int = 65_536
     pool_keep: int = 16_384
-    # TRL's update: rollouts, in groups of 8, and the most tokens of each.
+    # TRL's update: the number of rollouts, in groups of 8, and the most tokens of a rollout.
     rollouts: int = 16
     completion: int = 64
     # A contest with a bound has at least `rounds` rounds, the smallest number that gives a range (judging.py). After

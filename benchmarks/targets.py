@@ -12,14 +12,14 @@ RECORDED, FULL_COMPLETIONS = "recorded lengths", "full completions"
 # Qwen2.5-7B's time is computed (computed.py) from the times of models that have few of its layers, but its whole head.
 LAYERS_OF_7B, COMPUTED_FROM = 28, (2, 6)
 SMALL_MODEL, SMALL_VOCABULARY = "8 layers of 256", 12_288
-STEP_MEMORY = 0.4  # the share of GRPOTrainer's memory
+STEP_MEMORY = 0.4  # a bound on our memory: this share of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
 LIGER, LIGER_SHAPE = "Liger's head", "Liger's shape"
 FLASHINFER = "FlashInfer's indices"
 UNSLOTH = "Unsloth's head, in torch"
 CUDA_LIBRARY = "CUDA library"
-HALF_A_COPY = "copy of one half"  # it moves as many bytes as reading all
+HALF_A_COPY = "copy of one half"  # moves as many bytes as a read of all logits
 READS = ("read", HALF_A_COPY)
 
 # Each op with its peer: a trainer's formula, or plain PyTorch if no trainer has one.
@@ -66,12 +66,12 @@ AVX2_ENVIRONMENT = {
     "D3S_KERNELS_SIMD": "avx2",
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",  # torch's float32 products; only an Intel CPU obeys it
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",  # for torch's float32 products; only an Intel CPU obeys it
 }
-# The speed of vector operations limits the forward on a CPU. This is the number of vector operations for one vector of
-# floats, counted in the machine code of softmax_rows.cpp for bfloat16. The loop of the maximum has 2: half a shift and
-# half a mask for the conversion, and one maximum. The loop of the sums has 15: the conversion, subtraction, maximum, 11
-# operations for 2^x, addition and product.
+# The speed of vector operations limits the forward on a CPU. OPERATIONS is the number of these operations for one
+# vector of floats, counted in the machine code of softmax_rows.cpp for bfloat16. The loop of the maximum has 2: half a
+# shift and half a mask for the conversion, and one maximum. The loop of the sums has 15: the conversion, subtraction,
+# maximum, 11 operations for 2^x, addition and product.
 OPERATIONS = 17
 AS_MANY = "a product of as many operations"
 UNSLOTH_ENVIRONMENT = {"UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
@@ -171,21 +171,24 @@ CUDA: tuple[Target, ...] = (
     Within(in_triton("max_variance_select, groups"), CUDA_LIBRARY, 2),
 )
 
-# The H100 and the H200 differ in their memory. These times hardly depend on the memory, so they apply to both.
+# The H100 and the H200 differ in their memory. The times below hardly depend on the memory, so these bounds apply to
+# both GPUs.
 HOPPER: tuple[Target, ...] = (Under(FEW[0], 8_000), Under(FEW[1], 2_600))
 
-# At most 1.1 times the times that Liger publishes for its head with entropy on an H100, in linkedin/Liger-Kernel #1370
-# and #1359.
+# The bounds are the times that Liger publishes for its head with entropy on an H100 (linkedin/Liger-Kernel #1370 and
+# #1359), multiplied by 1.1.
 H100: tuple[Target, ...] = (
     Under(f"linear_logprob_entropy forward, {LIGER_SHAPE}", 1.1 * 6_110),
     Under(f"{HEAD_STEP}, {LIGER_SHAPE}", 1.1 * 26_150),
 )
 
-# The time that FlashInfer publishes for indices, if the lower index wins a tie, as in ours: flashinfer #4295.
+# The bound is the time that FlashInfer publishes (flashinfer #4295) for a choice of indices in which the lower index
+# wins a tie, as in ours.
 B200: tuple[Target, ...] = (Under(RAGGED, 40.4),)
 
 TARGETS = {"cpu": CPU, "cuda": CUDA}
-# Beyond those of any GPU, by the GPU's name: a GH200 or an H100 on a PCIe card is another GPU.
+# Targets that a GPU has in addition to those of any GPU, by the GPU's name. A GH200, or an H100 on a PCIe card, has
+# another name.
 ON = {"NVIDIA H100 80GB HBM3": HOPPER + H100, "NVIDIA H200": HOPPER, "NVIDIA B200": B200}
 
 

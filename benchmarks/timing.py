@@ -1,8 +1,8 @@
 """The log of a run: JSON lines, each written immediately and in one piece, so that finished contests are never lost.
 
-- `facts`: the machine, at the start of each process that measures; if two differ, the first counts;
-- `began`, and `ended` with outcome and seconds: a test;
-- `contest`: its contenders, the missing contenders and why they are missing, and the commit;
+- `facts`: facts about the machine, at the start of each process that measures; if two lines differ, the first counts;
+- `began`: a test that began; `ended`: a test that ended, with its outcome and seconds;
+- `contest`: a contest with its contenders, the missing contenders and why they are missing, and the commit;
 - `probe`: how fast the machine was between two rounds (quiet.py);
 - `poisoned`: a contest, and the contender after whose error CUDA no longer worked in its process.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from .quiet import Rates
 
 Contenders = dict[str, "Timing"]
-SAME_CLOCK = 0.03  # two clocks that differ by no larger a share count as the same
+SAME_CLOCK = 0.03  # two clocks count as the same if they differ by at most this share
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Timing:
     megahertz: list[float] | None = None  # of a GPU's multiprocessors, round by round; None where they are not known
     watts: list[float] | None = None
     rounds_taken_again: int = 0  # rounds of the contest that do not count, since its contenders' clocks differed
-    did: str = ""  # what the work says that it did: rows, columns and tokens, where they explain the time
+    did: str = ""  # what the work did, if it says so: rows, columns and tokens, which explain the time
 
     @property
     def median(self) -> float:
@@ -48,7 +48,7 @@ def same_clock(one: float, other: float) -> bool:
 
 
 def at_another_clock(timing: Timing, other: Timing) -> list[bool]:
-    """For each round, whether the clocks of two contenders differed; all False where they are not known."""
+    """For each round, whether the clocks of two contenders differed; all False if the clocks are not known."""
     if timing.megahertz is None or other.megahertz is None:
         return [False] * len(timing.seconds)
     return [not same_clock(*clocks) for clocks in zip(timing.megahertz, other.megahertz, strict=True)]
@@ -66,7 +66,7 @@ class Log:
     seconds: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     poisoned: list[tuple[str, str]] = field(default_factory=list)
-    probes: list[list[Rates]] = field(default_factory=list)  # by process, since processes may run other instructions
+    probes: list[list[Rates]] = field(default_factory=list)  # one list for each process, whose instructions may differ
 
     @property
     def failed(self) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Formulas for the traffic of each op across ranks: its collectives, and the bytes that a rank puts into each.
+"""Formulas for the traffic of each op across ranks: its collectives, and the bytes that a rank puts into each
+collective.
 
 tests/test_traffic.py compares the formulas with the calls of torch.distributed; docs/scaling.md uses them.
 
@@ -29,9 +30,9 @@ def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) ->
 
 
 def select_tokens(ranks: int, segments: int = 1, *, by_offsets: bool = False, drop_zeros: bool = False) -> Sent:
-    """If the offsets are of sequences that lie on several ranks, the first collective says for each rank whether its
-    advantages can be per token, and whether they can be per sequence. With ``drop_zeros``, there is one more collective
-    at the end.
+    """If the offsets describe sequences that lie on several ranks, the first collective tells, for each rank, whether
+    its advantages can be per token, and whether they can be per sequence. With ``drop_zeros``, there is one more
+    collective at the end.
     """
     return [(GATHER, 24)] * by_offsets + topk_mask(ranks, segments) + [(GATHER, 16 * segments)] * drop_zeros
 
@@ -96,7 +97,7 @@ class Line(NamedTuple):
     ranks: int
     network: Network
     sent: Sent
-    otherwise: Sent  # gathers scores and rows; reduces maxima, then sums of exponentials; all rows' gradients in bf16
+    otherwise: Sent  # what trainers send: scores, rows, maxima, sums of exponentials, all rows' gradients in bf16
 
 
 class Step(NamedTuple):
@@ -123,7 +124,7 @@ class Step(NamedTuple):
     def lines(self) -> list[Line]:
         own = self.prompts * self.rollouts // self.data_parallel
         data, tensor = (self.data_parallel, BETWEEN_NODES), (self.tensor_parallel, WITHIN_A_NODE)
-        moved = round(own * self.keep * 0.125)  # share that moves with rewards of 0 and 1 (benchmarks/equal_rows.py)
+        moved = round(own * self.keep * 0.125)  # the share of rows that moves if rewards are 0 or 1 (equal_rows.py)
         row = 2 * 4 * self.length  # tokens and mask, int32
         two_reductions = [(REDUCE, 4 * self.tokens), (REDUCE, 12 * self.tokens)]
         head = vocab_parallel_head_backward(self.tokens, int(self.tokens * self.ratio), self.hidden)

@@ -1,8 +1,8 @@
 """TRL's own functions, if they can be imported on this machine.
 
 On a GPU TRL runs its own Triton kernels, from `trl.kernels`, which imports little. Its torch functions are in
-`trl.trainer.utils`, which imports many Hugging Face packages. On a GPU, this module is imported only when its functions
-are needed.
+`trl.trainer.utils`, which imports many Hugging Face packages. On a GPU, `trl.trainer.utils` is imported only when its
+functions are needed.
 """
 
 import importlib
@@ -40,7 +40,9 @@ def stand_in(name: str) -> Iterator[None]:
 
 
 def imported(name: str) -> ModuleType | None:
-    """The module, or None if it cannot be imported. Then its peers are missing, and the rest is measured."""
+    """The module, or None if it cannot be imported. In that case the module's peers are missing, and all other
+    contenders still run.
+    """
     try:
         with stand_in("datasets"):
             return importlib.import_module(name)
@@ -85,7 +87,7 @@ def utils() -> ModuleType | None:
 
 @cache
 def torch_on_gpu() -> Callable[..., Any] | None:
-    """What TRL ran on a GPU before TRL had a kernel."""
+    """The function that TRL ran on a GPU before TRL had a Triton kernel."""
     return without_triton(utils()) if ON_GPU and utils() else None
 
 

@@ -1,4 +1,5 @@
-"""TRL's update with sampling masks and without: time, memory, and how far the trainer is from the sampler.
+"""Compares TRL's update with sampling masks and without: its time, its memory, and how much the trainer's
+log-probabilities differ from the sampler's.
 
     python -m benchmarks.trl_sampling_masks --model FOLDER    # a chat model, such as the one of make demo
     python -m benchmarks.trl_sampling_masks --tokenizer FOLDER --wide    # two layers of Qwen2.5-0.5B and its vocabulary
@@ -43,7 +44,9 @@ APART = "largest |sampling - training log-probability| of a first update"
 
 
 class Watched(D3STrainer):
-    """A trainer that keeps what the comparison needs. The update is a step without the making of its batch."""
+    """A trainer that records what the comparison needs. The time of an update is the time of a step, minus the time in
+    which the step's batch is made.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -2,8 +2,8 @@
 
 `GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens. Model, batch and
 everything else are the same. The model has random weights, which no update changes, so all trainers share it. Lengths,
-rewards and entropies are a real model's (recorded.py): the id of a token determines its recorded entropy. The trainers
-get the recorded entropies in place of the model's, but still compute the model's.
+rewards and entropies were recorded from a real model (recorded.py): the id of a token determines its recorded entropy.
+The trainers use the recorded entropies instead of the model's entropies, but still compute the model's entropies.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Shape(NamedTuple):
         )
 
 
-# Qwen2.5's shapes, and a small one. The LM head has 28 % of the weights in products in 0.5B, 29 % in the small model.
+# Qwen2.5's shapes, and a small shape. Of all weights in matrix products, the LM head has 28 % in 0.5B, and 29 % in the
+# small model.
 SHAPES = {
     SMALL_MODEL: Shape(8, 256, 1_024, 4, 2, True, SMALL_VOCABULARY),
     "0.5B": Shape(24, 896, 4_864, 14, 2, True),
@@ -74,7 +75,7 @@ SHAPES = {
 
 
 class Watched(GRPOTrainer):
-    """TRL's trainer with the recorded entropies in place of the model's. It notes what the model forwards."""
+    """TRL's trainer with the recorded entropies in place of the model's. It records the size of each forward."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -86,13 +87,13 @@ class Watched(GRPOTrainer):
         score = super()._get_per_token_logps_and_entropies
         logprob, entropy, aux = score(model, input_ids, attention_mask, logits_to_keep, *more, **options)
         self.forwards.append((*input_ids.shape, attention_mask.sum()))
-        if entropy is not None:  # it is 0 where the head computed nothing
+        if entropy is not None:  # an entropy is 0 where the head computed nothing
             entropy = entropy_of(input_ids[:, -logits_to_keep:]).where(entropy != 0, 0)
         return logprob, entropy, aux
 
 
 class WatchedD3S(D3STrainer, Watched):
-    """Ours: it chooses by the recorded entropies."""
+    """Our trainer. It chooses tokens by the recorded entropies."""
 
 
 class Update:
@@ -120,7 +121,7 @@ class Update:
         with trainer.compute_loss_context_manager(), d3s_head() if self.name == GRPO_OUR_HEAD else nullcontext():
             loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
-        trainer.model.zero_grad(set_to_none=True)  # so that the measured memory includes the gradients
+        trainer.model.zero_grad(set_to_none=True)  # so the next call allocates gradients again, which its peak includes
         return loss.item()
 
     @property
@@ -138,8 +139,8 @@ class Update:
 
 
 class KnownUpdate(Update):
-    """The update alone, with tokens chosen before it. With `cut`, it forwards only what these tokens need, else all
-    tokens.
+    """The update alone. Its tokens are chosen beforehand, which is not timed. With `cut`, the forward computes only
+    what these tokens need; otherwise, it computes all tokens.
     """
 
     def __init__(self, sizes: Sizes, shape: str, *, cut: bool) -> None:

@@ -2,9 +2,9 @@
 
     .venv/verl-0.9.1/bin/python -m benchmarks.verl_head
 
-The micro-batch has packed rows: prompts, and responses. An update keeps a share of the response tokens. verl's back-end
-computes all positions. Our back-end computes only the positions whose results are read. Both are called as verl's
-models call them.
+The micro-batch has packed rows: each is a prompt followed by a response. An update keeps a share of the response
+tokens. verl's back-end computes all positions. Our back-end computes only the positions whose results are read. Both
+are called as verl's models call them.
 """
 
 from __future__ import annotations

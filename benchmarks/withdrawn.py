@@ -15,15 +15,16 @@ MASKED, ADDED = "linear_logprob_entropy forward + backward, with a sampling mask
 SETS = ("1", "64", "512", "4,096")
 
 
-# All completions of this contest are full. Since there is one with recorded lengths, its name says so. Its rewards and
-# entropies are recorded now; before, its rollouts were one group with normally distributed advantages.
+# All completions of this contest are full. Its name says so now, since there is also a contest with recorded lengths.
+# Today the contest has recorded rewards and entropies. Earlier, its rollouts were one group with normally distributed
+# advantages.
 FULL_UPDATE = f"{UPDATE}, full completions, 0.5B"
 RENAMED = {f"{UPDATE}, 0.5B": FULL_UPDATE}
 
 
 class Withdrawn(NamedTuple):
-    results: tuple[str, ...]  # the names of their files
-    rows: tuple[tuple[str, str | None], ...]  # the contest, and the contender that leaves it; None: the whole contest
+    results: tuple[str, ...]  # the names of the results' files
+    rows: tuple[tuple[str, str | None], ...]  # the contest, and its withdrawn contender; None: the whole contest
     why: str  # a sentence that names the rows
 
 

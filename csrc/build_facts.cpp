@@ -6,7 +6,8 @@ namespace d3s {
 
 namespace {
 
-// Escapes nothing: the values are versions, and names of compilers, SIMD levels and architectures.
+// Returns the value in quotes. Nothing is escaped, since the values are only versions, and names of compilers, SIMD
+// levels and architectures.
 std::string text(const std::string& value) { return '"' + value + '"'; }
 
 }  // namespace

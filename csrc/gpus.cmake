@@ -8,7 +8,7 @@ endif()
 
 set(D3S_GPUS here CACHE STRING "Compile the CUDA kernels for the GPUs that are here, or for all")
 
-# Sets `found` to the architectures of this machine's GPUs (machine code only). If it is empty, `why_not` says why.
+# Sets `found` to the architectures of this machine's GPUs (machine code only). If `found` is empty, `why_not` says why.
 function(d3s_find_gpus nvcc seconds)
   set(found "" PARENT_SCOPE)
   execute_process(
@@ -47,7 +47,7 @@ function(d3s_find_gpus nvcc seconds)
   set(found "${gpus}" PARENT_SCOPE)
 endfunction()
 
-# Sets CMAKE_CUDA_ARCHITECTURES, unless it is set, from CUDAARCHS or D3S_GPUS. Prints the choice and the reason.
+# If CMAKE_CUDA_ARCHITECTURES is not set, sets it from CUDAARCHS or D3S_GPUS. Prints the choice and the reason.
 function(d3s_choose_gpus nvcc seconds)
   if(NOT D3S_GPUS MATCHES "^(here|all)$")
     message(FATAL_ERROR "D3S_GPUS: got '${D3S_GPUS}'; takes here or all")

@@ -1,19 +1,21 @@
-// The schemas of all ops in C++. Ops in Python are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py
-// defines what the public ops compute, and tests/cases/ what the other ops compute. The docstrings of d3s_kernels
-// explain the arguments.
+// The schemas of all ops that are written in C++. The ops that are written in Python are declared in
+// d3s_kernels/_head/op.py. d3s_kernels/reference.py defines what the public ops compute, and tests/cases/ defines what
+// the other ops compute. The docstrings of d3s_kernels explain the arguments.
 //
-// Some neighbouring arguments belong together, and kernels take them as one struct (csrc/ops/arguments.h,
-// d3s_kernels/_together.py): a number and the tensor that replaces it, the arguments of segments, or the arguments of a
-// sampling mask.
+// Some neighbouring arguments of an op are one argument of its kernel: a struct in C++ (csrc/ops/arguments.h) or an
+// object in Python (d3s_kernels/_together.py). For example, `k` and `k_tensor` become one such argument, and so do the
+// arguments of a sampling mask.
 //
-// Trainers change some numbers from step to step. So that torch.compile compiles only once, such a number is a SymInt
-// (capacity, max_segment), a tensor (ratio_tensor, temperature_tensor), or can be either (k, keep).
+// Trainers change some numbers from step to step, and torch.compile must not compile again for each new value. So such
+// a number is a SymInt (capacity, max_segment) or a tensor (ratio_tensor, temperature_tensor). k and keep can be passed
+// as a SymInt or as a tensor.
 #include "torch_abi.h"
 
 namespace {
 
 constexpr const char* kSchemas[] = {
-    // vocabulary: one value for each row of logits [..., V], from all tokens or the tokens of a sampling mask
+    // vocabulary: ops that compute values for each row of logits [..., V], over all tokens or over the tokens of a
+    // sampling mask
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
     "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
@@ -24,9 +26,10 @@ constexpr const char* kSchemas[] = {
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
     // The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without
     // first_token, the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4].
-    // softmax_state_finish also takes states [shards, rows, 4] of vocabulary shards, and merges them in order.
-    // logprob_entropy_backward_ overwrites the tile with its gradient. If grad_dtype is half as wide as the logits'
-    // dtype, the gradient fills the front half of each row. logprob_entropy_backward writes it to a new tensor.
+    // softmax_state_finish also takes the states [shards, rows, 4] of vocabulary shards, and merges the shards in
+    // order. logprob_entropy_backward_ overwrites the tile with the gradient of the tile. If grad_dtype is half as wide
+    // as the dtype of the logits, the gradient fills the front half of each row. logprob_entropy_backward writes the
+    // gradient to a new tensor instead.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None, SymInt? kept_of=None) -> ()",
@@ -35,11 +38,12 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // With a sampling mask, kept_logits computes only the logits of kept tokens: a list with one place for each id, and
-    // then one place for the label of each row. If the ops above are called with such a list, `kept_of` is the number
-    // of tokens in the vocabulary or tile. kept_logits_backward computes the gradient of the list, and the row and
-    // token of each place (row -1: no gradient). From these, kept_hidden_grad_ and kept_weight_grad_ compute the
-    // gradients of hidden states and weight.
+    // With a sampling mask, kept_logits computes only the logits of kept tokens. The result is a list with one place
+    // for each id of the sampling mask, and then one place for the label of each row. If such a list is passed to the
+    // ops above, `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward computes the
+    // gradient of the list, and the row and the token of each place. If a place has no gradient, its row is -1. From
+    // these results, kept_hidden_grad_ computes the gradient of the hidden states, and kept_weight_grad_ computes the
+    // gradients of weight and bias.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
     "Tensor? mask=None, SymInt? first_token=None, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
@@ -52,11 +56,11 @@ constexpr const char* kSchemas[] = {
     "Tensor(a!) out) -> ()",
     "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
     "Tensor(b!)? bias_out=None) -> ()",
-    // wide_product_ computes out = hidden @ weight.T, with bfloat16 inputs and a float32 result. It exists only on
+    // wide_product_ computes out = hidden @ weight.T, with bfloat16 inputs and a float32 result. This op exists only on
     // CPUs, where torch has no such product.
     "wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()",
 
-    // tokens: masks from segments of scores
+    // tokens: ops that make masks from segments of scores; compact lists the true values of a mask
     "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
     "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
     "-> Tensor",
@@ -78,13 +82,14 @@ constexpr const char* kSchemas[] = {
     "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
     "-> (Tensor mask, Tensor zeros, Tensor lowest)",
 
-    // rollouts: advantages and masks from groups of rewards or advantages
+    // rollouts: ops that compute advantages or a mask from groups of rewards or advantages
     "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
     "-> Tensor",
     "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
     "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor",
 
-    // tokens: weights of tokens in a loss. Group ids are int8, and below 0 for a token in no group.
+    // tokens: ops that compute ratios, groups and clip ranges of tokens for a loss. Group ids are int8; a token in no
+    // group has an id below 0.
     "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
     "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
     "-> (Tensor ratio)",
@@ -103,7 +108,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
 }
 
 // In d3s_checks, the same ops only check their arguments. Kernels written in Python call these ops first, so that a
-// wrong argument gives the same message everywhere.
+// wrong argument gives the same message on every back-end.
 STABLE_TORCH_LIBRARY(d3s_checks, m) {
   for (const std::string schema : kSchemas) m.def((schema.substr(0, schema.find("->")) + "-> ()").c_str());
 }

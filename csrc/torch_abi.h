@@ -164,8 +164,8 @@ inline std::vector<int64_t> leading_sizes(const Tensor& tensor, int64_t dims) {
 
 // ---- the device ------------------------------------------------------------------------------------------------
 
-// Returns the tensor on the host if its values must be checked, else nothing. Values on a GPU are checked only with
-// D3S_KERNELS_CHECK=1, since reading them causes a host sync.
+// If the values of the tensor must be checked, returns the tensor on the host; otherwise, returns nothing. Values on a
+// GPU are checked only if D3S_KERNELS_CHECK=1 is set, since reading them causes a host sync.
 inline OptionalTensor on_host(const Tensor& tensor) {
   constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
   const bool here = tensor.device().type() == kCpu;
@@ -194,7 +194,7 @@ class OnlyChecked {
 // all arguments.
 class TorchDevice : public Device {
  public:
-  // If `op` is set, the kernels report faults as faults of `op`.
+  // If `op` is set, the kernels report invalid values as faults of `op`.
   explicit TorchDevice(const Tensor& like, [[maybe_unused]] std::optional<PublicOp> op = std::nullopt) : like_(like) {
     if (OnlyChecked::active()) throw OnlyChecked::Done();
 #if defined(D3S_ON_GPU)
@@ -274,7 +274,8 @@ void require_offsets(const Offset* offsets, const Segments& segments, const char
           "; must end at the length of ", argument, ", ", segments.limit);
 }
 
-// Returns the segments of `values`: the rows along the last dimension or, with `offsets`, the parts of a 1-D tensor.
+// Returns the segments of `values`. Without `offsets`, the segments are the rows along the last dimension. With
+// `offsets`, they are the parts of a 1-D tensor between the offsets.
 inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
   require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
   Segments segments;
@@ -327,9 +328,9 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
     torch::stable::parallel_for(0, n, grain, body);
 }
 
-// Calls body(first, last) in parallel, for ranges that cover all segments. The values are divided evenly among the
-// threads, about `grain` values or more for each thread. A segment is assigned to the thread whose range contains the
-// segment's start.
+// Calls body(first, last) in parallel, for ranges of segments that together cover all segments. The values are divided
+// evenly among the threads, about `grain` values or more for each thread. A segment is assigned to the thread whose
+// range contains the segment's start.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
   const auto share = [&](int64_t begin, int64_t end) {

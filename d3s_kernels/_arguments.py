@@ -1,7 +1,7 @@
 """Checks the types and devices of arguments, and converts arguments to the form that the ops take.
 
-The kernels check the values of tensors. The checks here run before torch's dispatcher, which does not detect every
-wrong type or device, and has less clear messages.
+The kernels check the values of tensors. The checks here run before torch's dispatcher. The dispatcher does not detect
+every wrong type or device, and its error messages are less clear.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueE
 
 
 def _require_subclass(name: str, value: object, takes: str) -> Tensor:
-    """Checks and returns a value whose type is neither exactly Tensor nor exactly Parameter. To save time, these two
-    types are not checked here: the dispatcher refuses unreadable layouts (``_dispatch/registration.py``).
+    """Checks a value whose type is neither exactly Tensor nor exactly Parameter, and returns the value. To save time,
+    callers do not check a value of exactly these two types: if the ops cannot read its layout, the dispatcher refuses
+    it (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
@@ -192,7 +193,9 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
 
 
 def require_temperature(number: float) -> None:
-    """Refuses a Python number that is no temperature. The ops refuse it too, but not in a graph."""
+    """Refuses a Python number that is not a valid temperature. The ops refuse such a number too, but not in a compiled
+    graph.
+    """
     require_number(temperature=number)
     if not 1e-15 <= number <= 1e15:
         raise ValueError(f"temperature: got {number}; takes a number above 0, in [1e-15, 1e15]")
@@ -234,12 +237,14 @@ def in_a_graph(value: float, like: Tensor) -> Tensor:
 
 
 def checks_everything() -> bool:
-    """Whether the checks that wait for a GPU or for the other ranks are enabled (``D3S_KERNELS_CHECK=1``)."""
+    """Returns whether ``D3S_KERNELS_CHECK=1`` enables the checks that wait for a GPU or for other ranks."""
     return os.environ.get("D3S_KERNELS_CHECK") == "1"
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether the host may read the tensor's values: always on a CPU, elsewhere only under ``D3S_KERNELS_CHECK=1``."""
+    """Returns whether the host may read the tensor's values: on a CPU always, on other devices only under
+    ``D3S_KERNELS_CHECK=1``.
+    """
     return tensor.is_cpu or checks_everything()
 
 

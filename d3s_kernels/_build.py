@@ -13,7 +13,7 @@ import torch  # noqa: F401  loads shared libraries that the CPU library needs
 
 
 def _folder() -> Path:
-    """The folder with the compiled libraries. In an editable install, this file is in a different folder."""
+    """Returns the folder with the compiled libraries. In an editable install, this Python file is in another folder."""
     library = find_spec(f"{__package__}._cpu")  # located like a module, but never imported
     if library is None or library.origin is None:
         raise ImportError(
@@ -39,8 +39,8 @@ def build_info() -> dict[str, Any]:
         >>> d3s.build_info()["torch_target"]
         '2.11'
     """
-    # _build_info is the only file of a wheel that is compiled for one version of Python. If there is none for this
-    # version, the build's facts come from the CPU library.
+    # In a wheel, only the file _build_info is compiled for one particular version of Python. On any other version of
+    # Python, the build's facts come from the CPU library.
     try:
         text = import_module(f"{__package__}._build_info").build_facts()
     except ModuleNotFoundError:

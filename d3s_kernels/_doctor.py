@@ -68,12 +68,13 @@ def devices() -> Iterator[tuple[torch.device, str]]:
 
 
 def without_code(architectures: str, capability: tuple[int, int]) -> str:
-    """Returns a message with a remedy if the CUDA library has no code for a GPU of this compute capability; else an
-    empty string.
+    """If the CUDA library has no code for a GPU of this compute capability, returns a message that says so and names a
+    remedy. Otherwise returns an empty string.
 
-    ``architectures`` is a list in CMake's notation. 90-real is machine code: it runs on GPUs with the same major
-    version and the same or a higher minor version. 90-virtual is PTX: it runs on GPUs with the same or any later
-    version. 90 means both. For any other name, such as native, the library is assumed to have code for every GPU.
+    ``architectures`` is a list in CMake's notation. The entry ``90-real`` stands for machine code, which runs on GPUs
+    with the same major version and the same or a higher minor version. The entry ``90-virtual`` stands for PTX, which
+    runs on GPUs with the same or any later version. The entry ``90`` stands for machine code and PTX. If there is any
+    other entry, such as ``native``, the library is assumed to have code for every GPU.
     """
     for name in architectures.split():
         number, _, kind = name.partition("-")
@@ -125,8 +126,8 @@ def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool
 
 
 def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | None, dict[str, Difference]]:
-    """Checks every op on one back-end. Returns two values: an error message (None if the back-end runs), and the worst
-    result of each op.
+    """Checks every op on one back-end. Returns two values: an error message (None if the back-end runs), and for each
+    op the :class:`Difference` that :func:`worst_of` returns.
     """
     ops: dict[str, Difference] = {}
     error = None
@@ -202,7 +203,7 @@ def worst_of(op: str, device: torch.device, backend: str) -> Difference:
 
 
 def _raised(worst: Difference) -> bool:
-    """Whether the op raised an exception or did not run, so that there is no result to compare."""
+    """Returns whether the op raised an exception or was not run. In both cases there is no result to compare."""
     return worst.index is None and worst.error == math.inf
 
 
@@ -211,7 +212,7 @@ def _nothing(backend: str, why: str) -> Difference:
 
 
 def _works(device: torch.device) -> bool:
-    """Whether the device still computes. After a kernel fault, every call on the device fails."""
+    """Returns whether the device still computes. After a kernel fault, every call on the device fails."""
     try:
         return torch.ones(2, device=device).sum().item() == 2
     except Exception:

@@ -1,8 +1,9 @@
-"""Exact results and allowed errors for ``compare``, the doctor and the tests, and the fixed calls of the doctor. The
-allowed errors are only as large as float32 requires.
+"""Exact results and allowed errors, which ``compare``, the doctor and the tests use; and the fixed calls that the
+doctor makes. The allowed errors are only as large as float32 requires.
 
 The exact results of a public function come from ``reference.py``. The exact results of an op come from plain PyTorch on
-the CPU: an op is a step of a public function, and the whole function is compared with ``reference.py``.
+the CPU. This is enough, since an op is only a step of a public function, and the whole function is compared with
+``reference.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from ._dispatch.libraries import schema_of
 from .sampling import SamplingMask
 
 Arguments = Mapping[str, Any]
-# Returns the allowed error, broadcastable to the result, for an exact result and the arguments of the call.
+# A function that gets an exact result and the arguments of the call, and returns the allowed error. The shape of the
+# allowed error broadcasts to the shape of the result.
 Allowed = Callable[[Tensor, Arguments], Tensor]
 
 
@@ -39,8 +41,8 @@ class Row:
     gradients: Mapping[str, Allowed] = field(default_factory=dict)
     """For each argument that has a gradient, the allowed error of this gradient."""
     from_found: bool = False
-    """Whether ``means`` also gets the results of the checked call, as its argument ``found``. It needs them to check
-    that the kept tokens follow exactly from the entropies that the call computed, although these have rounding errors.
+    """Whether ``means`` also gets the results of the checked call, as its argument ``found``. The entropies in these
+    results have rounding errors, and ``means`` computes the kept tokens that follow exactly from these very entropies.
     """
 
 
@@ -62,7 +64,7 @@ logprob = near(1e-5, 2**-22)
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The allowed error of a gradient in this dtype, as a share of the gradient's norm."""
+    """Returns the allowed error of a gradient in this dtype, as a share of the gradient's norm."""
     return 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
@@ -95,8 +97,9 @@ def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_head(name: str) -> Allowed:
-    """Returns the rule for the allowed error of a result of the LM head, or of an argument's gradient. For a gradient,
-    the allowed error of a single element is a bound on the norm of the errors of all elements together.
+    """Returns the function that computes the allowed error for ``name``: a result of the LM head, or an argument whose
+    gradient is checked. For a gradient, each element is allowed the same error: a bound on the norm of the errors of
+    all elements.
 
     The error of a logit is assumed to be a few rounding steps of the terms in its sum. All other errors are derived
     from the error of the logits, to first order.
@@ -126,7 +129,9 @@ def of_head(name: str) -> Allowed:
 
 
 def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
-    """Returns the selection that follows exactly from the entropies in ``found``, but its ``entropy`` is exact."""
+    """Returns the selection that follows exactly from the entropies in ``found``. Only the field ``entropy`` of this
+    selection does not come from ``found``: it has the exact entropies.
+    """
     of_choice = signature(reference.select_tokens).parameters
     of_entropy = {name: options.pop(name) for name in [*options] if name not in of_choice}
     exact = reference.entropy(logits, mask=options.get("mask"), **of_entropy)
@@ -163,7 +168,8 @@ FUNCTIONS: dict[str, Row] = {
 
 # ---- fixed calls for d3s doctor --------------------------------------------------------------------------------------
 
-# The lengths of rows and segments: a short length, less than a block of a GPU kernel, and several blocks.
+# The lengths of rows and segments: one is very short, one is below the block size of a GPU kernel, and one is several
+# blocks long.
 LENGTHS = (8, 333, 5000)
 
 
@@ -262,21 +268,21 @@ def of_maximum(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def of_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Allows a share of (1 + the gradient's norm)."""
+    """Allows an error of up to a share of (1 + the gradient's norm)."""
     dtypes = [part.dtype for part in arguments.values() if isinstance(part, Tensor) and part.is_floating_point()]
     limit: Tensor = max(map(rounding, dtypes)) * (1 + exact.double().nan_to_num().norm())
     return limit
 
 
 def row_of_op(op: str) -> Row:
-    """Returns the :class:`Row` of an op, whose exact results are computed by plain PyTorch on the CPU."""
+    """Returns the :class:`Row` of an op. Plain PyTorch on the CPU computes the exact results."""
     written, call = written_arguments(op), getattr(torch.ops.d3s_kernels, op).default
 
     def means(**arguments: Any) -> tuple[Any, ...]:
-        if op == "wide_product_":  # plain PyTorch has no kernel for this op, which exists only on CPUs
+        if op == "wide_product_":  # this op exists only on CPUs; plain PyTorch has no kernel for it
             return (arguments["hidden"].float() @ arguments["weight"].float().T,)
         if any(isinstance(part, Tensor) and part.requires_grad for part in arguments.values()):
-            for name, part in arguments.items():  # leaves are float64 here, but no op takes float64
+            for name, part in arguments.items():  # leaf tensors are float64 here, but no op takes float64
                 if isinstance(part, Tensor) and part.is_floating_point():
                     arguments[name] = part.float()
         with backends.forced("torch"):

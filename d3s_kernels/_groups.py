@@ -43,7 +43,8 @@ class Ranks(NamedTuple):
 
     def gather_text(self, text: str) -> list[str]:
         """Gathers one text from every rank, with two collectives that the host waits for: one for the lengths, one for
-        the padded UTF-8 bytes. Torch's collectives for Python objects would unpickle data, which may run code.
+        the padded UTF-8 bytes. Torch's own collectives for Python objects are not used, since they unpickle data, and
+        unpickling may run code.
         """
         message = text.encode()
         # The device that torch uses to send Python objects in this group: the CPU if the group has a back-end for CPUs,

@@ -31,13 +31,13 @@ _verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]]
 
 
 class UnsupportedHead(ValueError):
-    """The error for a model whose logits are not computed by a linear layer, a scale and a soft cap, or whose head has
-    a weight that cannot be read.
+    """The error in two cases: the model computes its logits by more than a linear layer, a scale and a soft cap; or the
+    weight of the model's head cannot be read.
     """
 
 
 class UntriedHead(UnsupportedHead):
-    """The error for a model that fails on a few tokens, so that its head cannot be compared with the model's logits."""
+    """The error if a forward of a few tokens fails, so that the model's logits cannot be compared with its head."""
 
 
 class ModelHead(NamedTuple):
@@ -61,7 +61,7 @@ class _Seen(NamedTuple):
     """The record of a forward of a few tokens."""
 
     hidden: Tensor
-    """The last hidden states of the body, enlarged. If bodies are nested, the outermost body counts."""
+    """The enlarged last hidden states of the body. If bodies are nested, they are from the outermost body."""
     of_head: list[Tensor]
     """The inputs of the head, one for each call of the head."""
     dtypes: set[torch.dtype]
@@ -74,9 +74,9 @@ def verified_head(head: ModelHead) -> ModelHead:
     the soft cap in its configuration: some models inherit such an option and do not use it (MPT, Aya Vision).
 
     Raises:
-        UnsupportedHead: the model's logits do not match, with or without the scale and the soft cap of the
-            configuration; the model changes its hidden states before its head, or applies other parameters there; or
-            the model cannot be run on a few tokens.
+        UnsupportedHead: the model's logits differ from the expected logits, both with and without the scale and the
+            soft cap of the configuration; the model changes its hidden states before its head; the model applies other
+            parameters to its hidden states or logits; or the model cannot be run on a few tokens.
     """
     known, state = _verified.setdefault(head.model, {}), _state(head)
     if state in known:
@@ -107,8 +107,8 @@ def verified_head(head: ModelHead) -> ModelHead:
 
 
 def require_own_logits(head: ModelHead) -> None:
-    """Raises unless the model's logits equal the logits computed from the body's last hidden states with ``head``. A
-    model that scales its hidden states instead of its logits (MiniCPM3) passes too.
+    """Raises unless the model's logits are equal to the logits that follow from the body's last hidden states and
+    ``head``. A model that scales its hidden states instead of its logits (MiniCPM3) passes too.
     """
     error = _difference(head, _seen(head))
     if error is not None:
@@ -116,8 +116,8 @@ def require_own_logits(head: ModelHead) -> None:
 
 
 def _state(head: ModelHead) -> Hashable:
-    """Returns a key that changes if the model's way from hidden states to logits changes. Without a forward, not every
-    such change can be seen.
+    """Returns a key for the way in which the model computes logits from hidden states. If this way changes, the key
+    usually changes too. Some changes do not change the key, since only a forward would show them.
     """
     modules, model = (head.model, head.layer), head.model
     code = [vars(module).get("forward", type(module).forward) for module in modules]
@@ -158,7 +158,7 @@ def _bodies(model: Any) -> Iterator[Any]:
         if not isinstance(part, Module) or part is model:
             continue
         inner = part.get_output_embeddings() if hasattr(part, "get_output_embeddings") else None  # type: ignore[operator]
-        yield from [part] if inner is None else _bodies(part)  # the body of a language model within the model
+        yield from [part] if inner is None else _bodies(part)  # an inner language model: its own bodies
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
         if kind is None and any("flash" in name for _, name in attention):
-            for part, name in reversed(attention):  # LIFO: restoring the config also sets its parts
+            for part, name in reversed(attention):  # the config is restored first, since this also sets its parts
                 stack.callback(setattr, part, "_attn_implementation", name)
             for part, name in attention:
                 if "flash" in name:
@@ -187,8 +187,8 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
 
 
 def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
-    """Runs a forward of a few tokens with enlarged hidden states. The autograd graph is recorded from these hidden
-    states to the logits. It shows which other tensors the logits depend on.
+    """Runs a forward of a few tokens with enlarged hidden states. Autograd records the graph from these hidden states
+    to the logits. The graph shows on which tensors the logits depend.
     """
     of_body: list[Tensor] = []
     of_head: list[Tensor] = []
@@ -220,7 +220,7 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
-        else:  # a head cast to float32 (TRL's cast_lm_head_to_fp32) gets float32 hidden states from its caller
+        else:  # a head that was cast to float32 (TRL's cast_lm_head_to_fp32) gets float32 hidden states from its caller
             hidden = hidden.to(head.layer.weight.dtype)
         return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): hidden})
 
@@ -353,8 +353,8 @@ def _equal(hidden: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def _difference(head: ModelHead, seen: _Seen) -> str | None:
-    """Returns an error message if the difference of a single logit, or the root mean square of all differences, is
-    larger than rounding errors can be; else None.
+    """Compares the model's logits with the expected logits. Returns an error message if the difference at a single
+    logit, or the root mean square of all differences, is too large to be a rounding error. Otherwise returns None.
     """
     weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
     # The rounding step of the coarsest number format that occurs between the hidden states and the logits.

@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(list[Difference]):
-    """A list with one :class:`Difference` for each result of each back-end. Printed, it is a table."""
+    """A list with one :class:`Difference` for each result of each back-end. When printed, the list is a table."""
 
     @property
     def agrees(self) -> bool:
@@ -70,8 +70,8 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
 
     The reference of a public function is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch
     and float64. The reference of an op is plain PyTorch on the CPU. If an argument requires a gradient, gradients are
-    compared too; the incoming gradients are normal random numbers. A function that draws random numbers draws the same
-    numbers on every back-end and in the reference. The arguments are not changed.
+    compared too; the incoming gradients are normally distributed random numbers. A function that draws random numbers
+    draws the same numbers on every back-end and in the reference. The arguments are not changed.
 
     Args:
         function: a public function of ``d3s_kernels`` that takes tensors, such as ``d3s_kernels.topk_mask``; or an op
@@ -102,8 +102,8 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
         places.append(("cpu", _CPU))
     found, refusals = Comparison(), []
     for backend, place in places:
-        # The reference of a public function runs on the device of the call, so that both draw the same random numbers.
-        # The exact results of an op are computed on the CPU.
+        # The reference of a public function runs on the device of the call, so that the reference and the back-end draw
+        # the same random numbers. The exact results of an op are computed on the CPU.
         home = _CPU if isinstance(call, torch._ops.OpOverload) else place
         try:
             with backends.forced(backend):
@@ -170,7 +170,8 @@ def compare_here(
     row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], device: torch.device, backend: str
 ) -> list[Difference]:
     """Compares the results of the active back-end on ``device`` with the row's exact results. The exact results are
-    computed on the device of ``arguments``. Both calls get copies, so that tensors in ``arguments`` are never written.
+    computed on the device of ``arguments``. The call on the back-end and the exact computation each get copies, so that
+    tensors in ``arguments`` are never written.
     """
     home = _device_of(arguments, device)
     leaves = [name for name in row.gradients if isinstance(part := arguments.get(name), Tensor) and part.requires_grad]

@@ -34,9 +34,9 @@ def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor)
         loss_type: one of ``DENOMINATORS``.
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.
         totals: float ``[2]``: the number of kept tokens and the number of all tokens, over all processes. Used only for
-            the types of loss that divide by the number of tokens of all processes, or by a constant. Pass the numbers
-            of the whole generation batch if tokens were chosen from it, so that the factor does not depend on the split
-            into micro-batches; else pass the numbers of the current micro-batches.
+            the types of loss that divide by the number of tokens of all processes, or by a constant. If tokens were
+            chosen from the whole generation batch, pass the numbers of that batch, so that the factor does not depend
+            on the split into micro-batches. Otherwise pass the numbers of the current micro-batches.
 
     Returns:
         Two factors: the first for the gradient of the loss, 0-d or ``[B, 1]``; the second for the gradient of an

@@ -1,4 +1,5 @@
-"""Functions that need several ranks. Some balance the kept rows between ranks; the others work on vocabulary shards.
+"""Functions that need several ranks. Two of them balance the kept rows between ranks; two others compute
+log-probabilities and entropies for vocabulary shards.
 
 The selection functions of ``d3s_kernels`` also work across ranks, with their argument ``process_group``.
 """

@@ -16,8 +16,8 @@ from ._arguments import require_temperature, why_unreadable
 from ._head.problem import FLOATS, why_not_whole
 from ._own_logits import ModelHead, UnsupportedHead, text_of, verified_head
 
-# Names in transformers configurations. The value in _FACTORS is 1 if logits are multiplied by the number of this name,
-# and -1 if they are divided by it.
+# Names of numbers in transformers configurations. In _FACTORS, the value of a name is 1 if models multiply their logits
+# by this number, and -1 if they divide their logits by it.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -47,11 +47,11 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
 
     Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
     them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits
-    are ``c tanh(z / c)``. The op has no argument for the scale. A soft cap ``c / scale`` and a temperature
-    ``temperature / scale`` have the same effect, and are returned. The function reads the scale and the cap from the
-    configuration, and then **verifies** them in a forward of four tokens. The model's logits must equal the logits
-    computed from the model's hidden states and these arguments, also where logits are so large that a soft cap changes
-    them. So a model that does anything else to its logits is refused.
+    are ``c tanh(z / c)``. The op has no argument for the scale. So this function returns a soft cap of ``c / scale``
+    and a temperature of ``temperature / scale``, which have the same effect. It reads the scale and the cap from the
+    configuration, and then **verifies** them in a forward of four tokens. The model's logits must be equal to the
+    logits that follow from the model's hidden states and the returned arguments, even where logits are so large that a
+    soft cap changes them. So a model that does anything else to its logits is refused.
 
     The hidden states are the ``last_hidden_state`` of the model's body. Most models have their body in the attribute
     ``model``; all models of transformers have it in the attribute ``base_model``. A model that changes the hidden
@@ -60,9 +60,9 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
     module are the input of its head.
 
     Call this function at each step, right before the op, since it returns the current weight tensors. Call it outside
-    of ``torch.compile``. The check runs once for each model, head and mode (training or not), and again if the hooks or
-    the forward of the model or the head have changed. The check leaves the mode, gradients and random state as they
-    are. In a process group, all ranks must call this function.
+    of ``torch.compile``. The check runs once for each model, head and mode (training or not). It runs again after a
+    change of the hooks or of the ``forward`` of the model or its head. The check does not change the mode, gradients or
+    random state. In a process group, all ranks must call this function.
 
     Args:
         model: a causal language model of transformers, with or without PEFT; or a module as described above.
@@ -75,9 +75,10 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
         the model's own tensors, so that the model gets the gradients.
 
     Raises:
-        UnsupportedHead: the head has an adapter (``modules_to_save`` is accepted); the logits differ, or depend on
-            parameters other than the head's weight and bias; the weight is sharded, quantised, offloaded or on the meta
-            device.
+        UnsupportedHead: the head has an adapter (but ``modules_to_save`` is accepted); the model's logits differ from
+            the logits that follow from the returned arguments; between its hidden states and its logits, the model
+            applies parameters other than the head's weight and bias; the weight is sharded, quantised, offloaded or on
+            the meta device.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -103,8 +104,8 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
 
 @cache
 def _eager() -> Callable[..., HeadArguments]:
-    """Returns ``_lm_head`` in a form that is never compiled; a graph break alone would not prevent compilation. (This
-    imports all of torch.compile, as optimizers do.)
+    """Returns ``_lm_head`` in a form that is never compiled; a graph break alone would not prevent compilation. (The
+    first call imports all of torch.compile, which torch's optimizers import too.)
     """
     made: Callable[..., HeadArguments] = torch.compiler.disable(_lm_head)  # type: ignore[no-untyped-call]
     return made
@@ -214,7 +215,7 @@ def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
             softcap = float(value)
         elif _FACTORS[name] < 0 and not str(getattr(text, "model_type", "")).startswith("hyperclovax"):
             scale /= float(value)
-        else:  # HyperCLOVA X multiplies by logits_scaling; other models divide
+        else:  # HyperCLOVA X multiplies by logits_scaling; other models divide by it
             scale *= float(value)
     return scale, softcap
 

@@ -74,8 +74,9 @@ def token_sums(
             all kept tokens. The default is all tokens of ``mask``.
 
     Returns:
-        float64 ``[6]``: four counts (kept tokens, all tokens, kept tokens with a positive advantage, measured tokens),
-        and two sums of entropies (over the kept tokens, over the other measured tokens).
+        float64 ``[6]``: four numbers of tokens, and two sums of entropies. The numbers are of the kept tokens, of all
+        tokens, of the kept tokens with a positive advantage, and of the tokens whose entropy was computed. The sums are
+        over the kept tokens, and over the dropped tokens whose entropy was computed.
     """
     measured = mask if measured is None else measured
     entropies = [torch.where(tokens, entropy, 0.0) for tokens in (kept, measured & ~kept)]
@@ -138,7 +139,8 @@ def selection_metrics(
         head_share: the LM head's share of the weights in matrix products, in [0, 1]: 0.28 for Qwen2.5-0.5B, 0.077 for
             Qwen2.5-7B. Without it there is no ``d3s/flops_saved``.
         rewards: ``[groups, n]``, used to count groups without a spread. Without ``rewards``, the advantages are used.
-            But in a group of equal rewards, enlarged rounding errors may make the advantages differ.
+            The count may then be too low: in a group of equal rewards, enlarged rounding errors may make the advantages
+            differ from each other.
         budget: the budget of the selection. Without it there is no ``d3s/rollout_share_asked`` and no
             ``d3s/token_share_asked``.
 
@@ -224,14 +226,15 @@ def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor
     """Returns the metrics of the sets, from the sums of :func:`set_sums`. A mean over no tokens is NaN. If the
     probabilities of the sets were not recorded, their mean is NaN too.
 
-    For each token, a head with sampling masks computes only the columns of the token's set, in the forward and in the
-    backward; if the set has one token, the head computes no column. A head without sampling masks computes
-    ``vocabulary`` columns. For such a head, pass no ``vocabulary``; then the metric of the saved FLOPs is left out.
+    For each token, a head that is called with a sampling mask computes only the columns of the token's set, in the
+    forward and in the backward; if the set has one token, the head computes no column. Without a sampling mask, the
+    head would compute ``vocabulary`` columns. If your head is called without a sampling mask, pass no ``vocabulary``:
+    the metric of the saved FLOPs is then left out.
     """
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()
     columns = (sizes * counts).sum()
-    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: have fewer than 99 % of the sets at most this size?
+    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: do fewer than 99 % of the sets have it or less?
     metrics = {
         "d3s/set_size_mean": columns / tokens,
         "d3s/set_size_p99": torch.where(tokens > 0, below_p99.sum().double(), torch.nan),

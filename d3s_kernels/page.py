@@ -40,17 +40,18 @@ def selection_page(
         prompts: G texts, one for each group. Rollouts are ordered by prompt; each prompt has the same number of
             rollouts, R / G.
         completions: token ids, integer ``[R, T]``, with ``tokenizer``; or a list of token texts for each rollout.
-        kept_tokens: bool or integer (True where it is not 0) ``[R, T]``, such as ``select_tokens(...).mask``.
+        kept_tokens: bool, or integer (0 means False) ``[R, T]``, such as ``select_tokens(...).mask``.
         entropy: float ``[R, T]``, nats; shown, and part of the default score. NaN where it was not computed.
         advantages: float, R values of any shape; shown, and part of the default score.
         scores: float ``[R, T]``, shown instead of the default score.
         kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``. None means that all are
             kept. With ``kept_rollouts``, the arguments ``kept_tokens``, ``entropy`` and ``scores`` may also be
-            ``[K, T]``, with rows for the kept rollouts only, because a trainer has no entropies of rollouts that it did
-            not forward.
+            ``[K, T]``: one row for each of the K kept rollouts. (A trainer does not forward dropped rollouts, so it has
+            no entropies for them.)
         rewards: float, R values of any shape; shown.
-        mask: ``[R, T]``, non-zero at the tokens that could be kept; None means all tokens. Other tokens, such as tool
-            output, are shown without a score. Token ids after a row's last non-zero mask value are padding.
+        mask: ``[R, T]``, non-zero at the tokens that could be kept; None means all tokens. Tokens where the mask is 0,
+            such as tool output, are shown without a score. Token ids after a row's last non-zero mask value are
+            padding.
         tokenizer: an object with the method ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``,
             such as any tokenizer of ``transformers``.
         title: the page's heading.

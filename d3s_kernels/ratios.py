@@ -46,30 +46,30 @@ def importance_ratio(
         level "entropy_group"   as above, but s is over the token's group within its sequence
                                                                   (ESPO, arXiv 2512.00499, eq. 9 and 10)
 
-    At the last two levels, the ratios of all tokens of a sequence (or group) have the value s. But each token has its
-    own gradient: the derivative of the token's ratio with respect to the token's log-probability is the ratio. If all
-    tokens of a sequence have the same advantage, and the loss is a mean over the sequence's tokens, then the loss with
-    level "sequence" equals GSPO's loss in value, clipping and gradient. A token that a selection drops from the loss
-    still counts in s, as long as it is in ``mask``. ``denominator="old"`` multiplies s by
+    At the levels "sequence" and "entropy_group", the ratios of all tokens of a sequence (or group) have the value s.
+    But each token has its own gradient: the derivative of the token's ratio with respect to the token's log-probability
+    is the ratio. If all tokens of a sequence have the same advantage, and the loss is a mean over the sequence's
+    tokens, then the loss with level "sequence" equals GSPO's loss in value, clipping and gradient. A token that a
+    selection drops from the loss still counts in s, as long as it is in ``mask``. ``denominator="old"`` multiplies s by
     ``pi(y_t) / sg[pi_old(y_t)]``, so that the value of the ratio is ``s w_t``: this is ESPO's eq. 9 as printed.
-    However, the narrow clip ranges in the paper fit the default. The authors published no code.
+    However, the narrow clip ranges in the paper fit the default, ``denominator="self"``. The authors published no code.
 
-    Means are bitwise equal for padded and packed tokens, and on CPU and GPU, because log-ratios are added in units of
-    2^-26. A log-ratio of magnitude 4096 or more counts as infinite. If no log-probability has changed, all ratios are
-    exactly 1. A token whose incoming gradient is 0, such as a clipped token, gets gradient 0, even if the token's ratio
-    is infinite or NaN.
+    Means are bitwise equal for padded and packed tokens, and on CPU and GPU, because log-ratios are rounded to
+    multiples of 2^-26 before they are added. A log-ratio of magnitude 4096 or more counts as infinite. If no
+    log-probability has changed, all ratios are exactly 1. A token whose incoming gradient is 0, such as a clipped
+    token, gets gradient 0, even if the token's ratio is infinite or NaN.
 
     Args:
         logprob: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         old_logprob: the same shape; treated as a constant.
-        mask: bool or integer (True where it is not 0), the shape of ``logprob``. Tokens where it is False are not read;
+        mask: bool, or integer (0 means False), the shape of ``logprob``. Tokens where the mask is False are not read;
             they have ratio 1 and gradient 0.
         level: the tokens that a ratio is computed over: the token itself, its sequence, or its group.
         groups: int8, the shape of ``logprob``, only for level "entropy_group": the group of each token, 0 to 15. A
             token with a value below 0 is in no group and is treated as masked. :func:`entropy_groups` computes
             ``groups``.
         denominator: the denominator of the token's own factor: "self" for sg[pi], "old" for sg[pi_old]. Level "token"
-            ignores it.
+            ignores this argument.
         log_bounds: (low, high). The logarithm of a ratio is clamped to this range; outside of it, the gradient is 0.
             None means verl's bounds: (-20, 20) at level "token", (-inf, 10) at the other levels. TRL does not clamp,
             which is (-inf, inf).
@@ -125,15 +125,16 @@ def entropy_groups(
 ) -> Tensor:
     """Returns groups of tokens with similar entropies, for ESPO (arXiv 2512.00499, eq. 7).
 
-    Each quantile q is a cut. The share ``1 - q`` of the tokens, those with the highest entropies, is above the cut. The
-    number of these tokens is rounded as in :func:`topk_mask`. If entropies tie at the cut, tokens with lower indices
-    are above the cut. The group of a token is the number of cuts below the token. The paper does not say how
-    its ranges of entropy are set. In the paper's ablation, one group of the highest 20 % is best; this is the default.
+    Each quantile q makes a cut: the share ``1 - q`` of the tokens, namely the tokens with the highest entropies, is
+    above the cut. The number of the tokens above a cut is rounded as in :func:`topk_mask`. If entropies tie at the cut,
+    tokens with lower indices are above the cut. A token's group is the number of cuts that are below the token. The
+    paper does not say how its ranges of entropy are set. In the paper's ablation, one group of the highest 20 % is
+    best; this is the default.
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
             paper uses the entropy of the old policy.
-        mask: bool or integer (True where it is not 0), the shape of ``entropy``: True at the tokens of the completion.
+        mask: bool, or integer (0 means False), the shape of ``entropy``: True at the tokens of the completion.
         quantiles: at most 15 numbers in (0, 1), ascending.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         max_segment: the caller's upper bound on the length of a sequence; an optional hint for GPUs.
@@ -176,13 +177,13 @@ def adaptive_clip(
 
     Epsilon is ``alpha / log(vocab_size)`` times the mean entropy of the token's group within the token's sequence. So
     the ratios of a group of uncertain tokens may move further from 1. The formula in the paper divides the entropy of
-    one token by the number of tokens. But the text of the paper means the average normalised entropy of the group,
-    which is computed here. Means are exact and reproducible, as in :func:`importance_ratio`.
+    one token by the number of tokens. But the text of the paper describes the average normalised entropy of the group.
+    This function computes that average. Means are exact and reproducible, as in :func:`importance_ratio`.
 
     Args:
         entropy: ``[..., T]``, nats, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         groups: int8, the shape of ``entropy``: the group of each token, 0 to 15; below 0 if the token is in no group.
-        mask: bool or integer (True where it is not 0), the shape of ``entropy``.
+        mask: bool, or integer (0 means False), the shape of ``entropy``.
         vocab_size: the size of the policy's vocabulary; its logarithm is the largest possible entropy.
         alpha: the epsilon of a group that has the largest possible entropy. In the paper's ablation, 0.02 is best.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.

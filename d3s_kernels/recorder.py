@@ -1,4 +1,4 @@
-"""Records, while transformers generates, the set of tokens that each token is drawn from. For TRL and your own loop.
+"""While transformers generates, records the set of tokens from which each token is drawn. For TRL and your own loop.
 
 transformers runs its own top-k, top-p and min-p after all processors that are passed to ``generate``. So the recorder
 is added to the list that ``_get_logits_processor`` returns: at the end of this list, the recorder sees the scores that
@@ -43,7 +43,9 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Two logits processors, one before and one after transformers' own. They only read the scores."""
+    """Two logits processors: one runs before transformers' own processors, one after them. The two only read the
+    scores.
+    """
 
     def __init__(self, max_kept: int) -> None:
         self._max_kept = max_kept

@@ -183,7 +183,7 @@ def topk_mask(
     max_segment: int | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """Marks the k highest scores of each segment that are neither masked nor NaN; ties go to the lowest index."""
+    """In each segment, marks the k highest scores that are neither masked nor NaN; ties go to the lowest index."""
     flat, usable = scores.flatten(), _usable(scores, mask)
     return _in_each(_segments(scores, offsets), _highest, flat, usable, k, ratio, drop_zeros).view(scores.shape)
 
@@ -205,8 +205,8 @@ def select_tokens(
     generator: torch.Generator | None = None,
 ) -> TokenSelection:
     """Computes a score for each token by the rule. Keeps the tokens with the highest scores of the whole batch or of
-    each sequence, as topk_mask does. The rule "entropy_quantile" instead keeps the tokens at or above TRL's quantile of
-    the whole batch.
+    each sequence, as topk_mask does. The rule "entropy_quantile" instead keeps the tokens whose entropy is at or above
+    TRL's quantile of the whole batch.
     """
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, float(ratio), mask)
@@ -253,7 +253,9 @@ def select_tokens_from_logits(
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Returns the ascending flat indices of true values, padded with -1, and their count (it may exceed `capacity`)."""
+    """Returns the ascending flat indices of true values, padded with -1, and how many true values there are. If there
+    are more than `capacity`, only the first `capacity` indices are returned.
+    """
     found = mask.flatten().nonzero().flatten()
     indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
     indices[: len(found)] = found[:capacity]
@@ -306,10 +308,12 @@ def _highest(
     ratio: float | Tensor | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """Marks the k highest usable scores. By default, k is the share `ratio` of their number, rounded up, at least 1.
+    """Marks the k highest usable scores. If `k` is None, it is the share `ratio` of the number of usable scores,
+    rounded up, and at least 1.
 
-    The product with `ratio` is first reduced by 4 rounding steps of the ratio's dtype, so that the ratio's rounding
-    cannot push it past a whole number: 0.07 of 100 is 7, although 0.07 * 100 > 7 in floating point.
+    Before the product with `ratio` is rounded up, 4 rounding steps of the ratio's dtype are subtracted from it.
+    Otherwise a rounding error could push the product past a whole number: 0.07 of 100 has to be 7, although 0.07 * 100
+    is above 7 in floating point.
     """
     candidates = usable.nonzero().flatten()
     if k is None:
@@ -351,7 +355,7 @@ def group_advantages(
 
 
 def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-    """Marks the groups whose finite rewards differ by no more than rounding."""
+    """Marks the groups whose finite rewards are all equal, except for rounding."""
     if tolerance is None:
         tolerance = _rounding(rewards.dtype)
     flat, same = rewards.double().flatten(), []
@@ -368,8 +372,9 @@ def _std(values: Tensor, ddof: int) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Returns the relative tolerance for equal rewards: one rounding step in half precision, about eight rounding steps
-    in float32 and float64. Integers are converted to one of these dtypes without rounding.
+    """Returns the largest relative difference at which rewards still count as equal. For the half-precision dtypes, it
+    is one rounding step of the dtype. For float32 and float64, it is about eight rounding steps of the dtype. Integers
+    have the tolerance of float64.
     """
     if dtype in (torch.bfloat16, torch.float16):
         return torch.finfo(dtype).eps
@@ -388,8 +393,8 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Marks the subset of `keep` values with the largest variance in each segment, or all usable values if there are
-    fewer.
+    """In each segment, marks the `keep` values that together have the largest variance. If a segment has fewer usable
+    values, all of them are marked.
     """
     return select_rollouts(values, keep, offsets=offsets, scope="group", mask=mask)
 
@@ -424,8 +429,9 @@ def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -
     """Marks the k values with the largest variance. They are the i lowest and the k - i highest values for some i in
     0..k (PODS, Lemma 3.1), so all i are tried.
 
-    With rewards of 0 and 1, many i give the same variance. Variances count as equal if they differ from the largest by
-    at most the share ``equal``. Of these i, the largest is taken, so that the fewest of the highest values are marked.
+    With rewards of 0 and 1, many i (the number of lowest values that are marked) give the same variance. Variances
+    count as equal if they differ from the largest by at most the share ``equal``. Of all i whose variances count as
+    equal to the largest, the largest i is taken, so that the fewest of the highest values are marked.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
@@ -446,8 +452,8 @@ def _first_sums(values: Tensor, k: int) -> Tensor:
 
 
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """Marks k of the n usable values: for each i in 0..k - 1, the value whose rank is nearest to (i + 0.5) / k *
-    (n - 1), with halves rounded down.
+    """Marks k of the n usable values: for each i in 0..k - 1, the value whose rank is nearest to (i + 0.5) / k * (n -
+    1). Ranks are counted from 0. If two ranks are equally near, the lower rank is taken.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
@@ -538,8 +544,8 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 if it has no
-    group.
+    """Returns alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 for a token that
+    is in no group.
     """
     present = _in_groups(entropy, mask, groups)
     means = _group_means(entropy.double().flatten(), present, groups, _segments(entropy, offsets))
@@ -553,7 +559,9 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 
 
 def _group_means(values: Tensor, present: Tensor, groups: Tensor | None, segments: list[tuple[int, int]]) -> Tensor:
-    """Returns the mean of `values` over each token's group or sequence. Tokens not `present` are left out and get 0."""
+    """Returns the mean of `values` over each token's group or sequence. Tokens that are not `present` are left out of
+    the means, and get 0.
+    """
     group = torch.zeros_like(values) if groups is None else groups.flatten()
     means = torch.zeros_like(values)
     for begin, end in segments:

@@ -106,8 +106,9 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
 
     Args:
         rewards: as in :func:`group_advantages`.
-        tolerance: at least 0. None means about eight rounding steps for float32 (1e-6) and float64 (2e-15, also for
-            integers of more than 16 bits), and one rounding step for half precision.
+        tolerance: at least 0. None means a tolerance that depends on the dtype. For float32, bool and integers of up to
+            16 bits, it is 1e-6; for float64 and longer integers, 2e-15. Each is about eight rounding steps of the float
+            dtype. For half precision, it is one rounding step of the dtype.
 
     Ragged batches:
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
@@ -153,7 +154,7 @@ def max_variance_select(
     placement: Literal["whole", "global"] = "whole",
     max_rollouts: int | None = None,
 ) -> Tensor:
-    """Marks the ``keep`` values of each segment that have the largest variance of all subsets of this size.
+    """In each segment, marks the ``keep`` values whose variance is the largest of all subsets of this size.
 
     The best subset consists of the i lowest and the ``keep - i`` highest values for some i (PODS, arXiv 2504.13818,
     Lemma 3.1); all i are tried. Values are ordered by (value, index). If the variances of several subsets are equal, up
@@ -164,8 +165,8 @@ def max_variance_select(
     Args:
         values: ``[..., n]``, each row is a segment; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         keep: at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the device.
-        mask: bool or integer (True where it is not 0), the shape of ``values``. Values where it is False are never
-            kept. NaN and infinite values are never kept either.
+        mask: bool, or integer (0 means False), the shape of ``values``. Values where the mask is False are never kept.
+            NaN and infinite values are never kept either.
 
     Ragged batches:
         offsets: int32 or int64 ``[segments + 1]``, from 0 to N.
@@ -227,18 +228,19 @@ def select_rollouts(
 
     The definition of PODS's percentile rule could not be confirmed: it is neither in the published code nor in a text
     that we could read. Here the n usable values are ordered by (value, index), and the k = ``keep`` values at the
-    positions nearest to ``(i + 0.5) / k * (n - 1)`` are kept; half is rounded down. These positions are all different.
+    positions nearest to ``(i + 0.5) / k * (n - 1)`` are kept. Positions are counted from 0; if two positions are
+    equally near, the lower one is taken. The k positions are all different.
 
     Across ranks, advantages are gathered once. Nothing is sent if ``scope`` is "group" and each group is whole on one
-    rank. Scope "batch" keeps ``keep`` times the number of groups on all ranks. The ranks usually keep different numbers
-    of rollouts. For equal numbers, either pass ``equal_rows=True``, or move kept rows with
-    :func:`d3s_kernels.distributed.plan_rows`.
+    rank. With scope "batch", the ranks together keep ``keep * groups`` rollouts, where ``groups`` is the number of
+    groups of all ranks. The ranks usually keep different numbers of rollouts. For equal numbers, either pass
+    ``equal_rows=True``, or move kept rows with :func:`d3s_kernels.distributed.plan_rows`.
 
-    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. These numbers are chosen for
-    all ranks together. Finding the best choice is as hard as the partition problem. The choice made here has a sum of
-    squared deviations within ``d^2 / (4 k)`` of the largest possible sum. Here k is the number of values kept on all
-    ranks, and d is the difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. No more
-    data is sent than without ``equal_rows``.
+    With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. All ranks together decide
+    how many of each a rank keeps. Finding the best choice is as hard as the partition problem, so the choice made here
+    is only nearly the best: its sum of squared deviations is at most ``d^2 / (4 k)`` below the largest possible sum.
+    Here k is the number of values kept on all ranks, and d is the difference of two values of one rank: see
+    ``d3s_kernels/_across_ranks/rollouts.py``. No more data is sent than without ``equal_rows``.
 
     Args:
         advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
@@ -250,8 +252,8 @@ def select_rollouts(
         scope: "batch" pools all groups and keeps ``keep`` times the number of groups, so that a group with equal
             advantages can keep fewer rollouts, and other groups more (D3S). "group" keeps ``keep`` rollouts of each
             group (D3S-I; PODS, GFPO).
-        mask: bool or integer (True where it is not 0), the shape of ``advantages``. Rollouts where it is False are
-            never kept. NaN and infinite values are never kept either.
+        mask: bool, or integer (0 means False), the shape of ``advantages``. Rollouts where the mask is False are never
+            kept. NaN and infinite values are never kept either.
         generator: for "random": a generator on the device of ``advantages``, or None for torch's default generator.
             ``torch.compile(fullgraph=True)`` requires None.
 

@@ -132,8 +132,8 @@ class SamplingMask:
 
     @classmethod
     def from_counts(cls, token_ids: Tensor | bytes, counts: Tensor | bytes) -> SamplingMask:
-        """Makes a mask from the ids of all rows, one row after the other, and the number of ids in each row. Both may
-        also be bytes of int32 values, as prime-rl sends them.
+        """Makes a mask from the ids of all rows, one row after the other, and the number of ids in each row. Each of
+        the two arguments may also be bytes of int32 values, as prime-rl sends them.
 
         Example:
             >>> import torch
@@ -195,8 +195,8 @@ class SamplingMask:
         return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
 
     def _valid(self) -> Tensor:
-        """Returns a 0-d bool tensor: whether the offsets are valid. On a GPU they may be invalid. A mask that is made
-        from an invalid mask has offsets that decrease.
+        """Returns a 0-d bool tensor: whether the offsets are valid. On a GPU they may be invalid, since nothing has
+        checked them. A mask that is made from an invalid mask gets offsets that decrease, so it is invalid too.
         """
         offsets = self.offsets
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
@@ -238,7 +238,7 @@ class SamplingOptions(NamedTuple):
         return op_arguments(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
 
     def values(self) -> dict[str, Any]:
-        """Returns all values, by their names in error messages."""
+        """Returns all values in a dict. The keys are the names that error messages use."""
         mask = self.sampling_mask
         tensors = {"sampling_mask": mask and mask.token_ids, "the offsets of sampling_mask": mask and mask.offsets}
         return tensors | {"label_outside": self.label_outside, "max_dense_rows": self.max_dense_rows}
@@ -303,7 +303,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capacity: int | None) -> SamplingMask:
     """Makes a mask of the spans of ``ids`` with these starts and lengths. If ``valid`` is false, or if the ids do not
-    fit into ``capacity``, the offsets of the mask decrease.
+    fit into ``capacity``, the offsets of the mask decrease, which makes the mask invalid.
     """
     offsets = offsets_of(lengths)
     if known(offsets):

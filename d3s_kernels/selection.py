@@ -54,7 +54,7 @@ class Selection:
         >>> generator = torch.Generator().manual_seed(0)
         >>> rewards = torch.randint(0, 2, (4, 8), generator=generator).float()
         >>> advantages, progress = d3s.group_advantages(rewards), 0.5
-        >>> kept = selection.rollouts(advantages, progress)  # 3 of each group; their rows are forwarded
+        >>> kept = selection.rollouts(advantages, progress)  # on average 3 of each group; their rows are forwarded
         >>> logprob = torch.randn(12, 6, generator=generator).requires_grad_()  # of the tokens of these rows
         >>> entropy, mask = torch.rand(12, 6, generator=generator), torch.ones(12, 6, dtype=torch.bool)
         >>> weights = selection.advantages(advantages, kept)[kept]
@@ -136,8 +136,8 @@ class Selection:
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
-        """Marks the rollouts to train on, by :func:`d3s_kernels.selection.choose_rollouts` with the rule and scope of
-        the options and the number of rollouts of the budget.
+        """Marks the rollouts to train on. This calls :func:`d3s_kernels.selection.choose_rollouts` with the options'
+        rule and scope, and with the budget's number of rollouts.
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
@@ -343,11 +343,12 @@ def choose_rollouts(
 ) -> Tensor:
     """Marks ``keep`` rollouts for each group, and further rollouts until the total is a multiple of ``multiple_of``.
 
-    With scope "batch", the total is chosen from the pool of all groups. With scope "group", all groups keep the same
-    number of rollouts, the largest number that the total allows. (A group with fewer rollouts keeps all of them.) Then
-    some groups keep one rollout more, until the total is reached: the groups whose kept rollouts then have the largest
-    variance, because D3S and PODS maximise the variance. With the rule "random", these groups are drawn at random.
-    Variances that differ only by rounding tie, and ties go to the earlier group.
+    The total is the number of rollouts that all groups keep together. With scope "batch", they are chosen from the pool
+    of all groups. With scope "group", all groups keep the same number of rollouts, the largest number that does not
+    exceed the total. (A group with fewer rollouts keeps all of them.) If the total is not reached yet, some groups keep
+    one rollout more. These are the groups whose kept rollouts then have the largest variance, because D3S and PODS
+    maximise the variance. With the rule "random", these groups are drawn at random. Variances that differ only by
+    rounding tie, and ties go to the earlier group.
 
     Args:
         advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite advantages are
@@ -410,7 +411,9 @@ def choose_rollouts(
         return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
 
     def mark_in_each_group(values: Tensor, sizes: list[int], total: int) -> Tensor:
-        """Marks equally many values in each group (all values of a smaller group), and one more in some groups."""
+        """Marks the same number of values in each group, and one more in some groups. In a group with fewer values, all
+        are marked.
+        """
         each = min(total // max(1, len(sizes)), min(sizes, default=0))
         while each < max(sizes, default=0) and sum(min(each + 1, size) for size in sizes) <= total:
             each += 1
@@ -453,7 +456,9 @@ def _without_tokens_last(advantages: Tensor, has_tokens: Tensor, rule: RolloutRu
 
 
 def rounded(asked: int, usable: int, multiple: int) -> int:
-    """Rounds ``asked`` up to a multiple of ``multiple``, but to no more than the largest multiple within ``usable``."""
+    """Rounds ``asked`` up to a number that ``multiple`` divides. If that number exceeds ``usable``, returns the largest
+    such number that does not exceed ``usable``.
+    """
     total = min(-(-asked // multiple), usable // multiple) * multiple
     if total == 0 < asked:
         raise ValueError(
@@ -517,7 +522,9 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
 
 
 def _variances(values: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the variance of each row's chosen values, rounded to 16 bits, so that rounding does not break ties."""
+    """Returns the variance of each row's chosen values. Variances are rounded to 16 significant bits, so that variances
+    which differ from each other only by rounding errors tie.
+    """
     count = chosen.sum(dim=1, keepdim=True)
     numbers = torch.where(chosen, values, 0.0).double()
     apart = torch.where(chosen, numbers - numbers.sum(dim=1, keepdim=True) / count, 0.0)

@@ -26,7 +26,9 @@ PREFIX = "--d3s."
 
 
 class Takes(NamedTuple):
-    """The values that an option accepts: a test, and their description in error messages."""
+    """Says which values an option accepts: a test for a value, and a description of the accepted values for error
+    messages.
+    """
 
     fits: Callable[[Any], bool]
     words: str
@@ -80,7 +82,8 @@ def option(default: Any, help: str, takes: Takes) -> Any:
 
 def _accepted(kind: Any) -> Iterator[tuple[str, Takes]]:
     """Yields the name and the accepted values of each option of a dataclass or its instance; other fields are skipped.
-    A subclass may declare an option again just to change its default, so its help text may be in a base class.
+    A subclass may declare an option again just to change its default. The option's help text is then only in a base
+    class.
     """
     bases = (kind if isinstance(kind, type) else type(kind)).__mro__
     for each in dataclasses.fields(kind):

@@ -67,8 +67,8 @@ def topk_mask(
             corrected by 4 rounding steps of the ratio's dtype.)
         k: the number of scores to mark in each segment, instead of ``ratio``: a number, or a 0-d int64 or int32 tensor,
             which is read on the device. If a segment has fewer scores, all are marked.
-        mask: bool or integer (True where it is not 0), the shape of ``scores``. Scores where it is False are left out
-            and are not counted in n.
+        mask: bool, or integer (0 means False), the shape of ``scores``. Scores where the mask is False are left out and
+            are not counted in n.
         drop_zeros: leave out scores of 0 too; then fewer than k scores may be marked.
 
     Ragged batches:
@@ -93,8 +93,8 @@ def topk_mask(
     Raises:
         ValueError, TypeError: neither or both of ratio and k, ratio outside (0, 1], k below 1, a wrong shape, dtype,
             device or offsets. With a process group, the rank with the wrong argument raises before it sends anything.
-            Under ``D3S_KERNELS_CHECK=1``, all ranks raise. They also raise if an argument that must be the same on all
-            ranks differs.
+            Under ``D3S_KERNELS_CHECK=1``, all ranks raise. They then also raise if an argument differs between ranks,
+            but must be the same on all ranks.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -141,12 +141,12 @@ def select_tokens(
     Scores are computed in float32 during the selection and never stored. ``scope="batch"`` pools all tokens, as D3S's
     formula does. With an outcome reward, ``|A|`` is constant within a sequence, so that with scope "sequence" only the
     entropy would decide. Counts, ties and NaN are as in :func:`topk_mask`. With the rule "advantage", nearly all scores
-    tie, and the first tokens of the first such sequences are kept. The result has no gradient.
+    tie, so mostly the index decides: of equal scores, the first in the batch are kept. The result has no gradient.
 
     "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
     ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than
     the share if entropies tie, keeps nothing if an entropy is NaN, fails for more than 2^24 tokens, and causes a host
-    sync. It pools the batch, so that ``offsets`` have no effect, and it refuses ``drop_zeros``.
+    sync. "entropy_quantile" always pools the batch, so ``offsets`` have no effect. It refuses ``drop_zeros``.
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
@@ -155,7 +155,7 @@ def select_tokens(
             not read advantages.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
-        mask: bool or integer (True where it is not 0), the shape of ``entropy``: True at the tokens of the completion.
+        mask: bool, or integer (0 means False), the shape of ``entropy``: True at the tokens of the completion.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave out scores of 0 too (if all rewards of a group are equal, all scores of the group are 0).
         generator: for "random": a generator on the device of ``entropy``, or None for torch's default generator.
@@ -169,9 +169,9 @@ def select_tokens(
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools the tokens of all ranks and
             keeps one exact share of them; count and threshold are over all ranks.
         placement: as in :func:`topk_mask`. With "whole", scope "sequence" needs no communication, and ``offsets`` and
-            ``advantages`` cover only the rank's own sequences; if a rank has as many tokens as sequences, its
-            advantages are per token. With "global" and "pieces", per-sequence advantages must be the same on every
-            rank; if every rank has as many tokens as there are sequences, advantages are per token.
+            ``advantages`` cover only the rank's own sequences. If a rank has as many tokens as sequences, its
+            advantages are taken as per token. With "global" and "pieces", advantages per sequence must be the same on
+            every rank. If every rank has as many tokens as there are sequences, advantages are taken as per token.
 
     Returns:
         :class:`TokenSelection`. Its ``entropy`` is the argument ``entropy``. With "entropy_quantile", its ``threshold``
@@ -234,14 +234,15 @@ def select_tokens_from_logits(
     """Computes entropies from ``logits``, and selects tokens as :func:`select_tokens` does, in a single op.
 
     With a ``sampling_mask``, the entropy is over only the candidates that were kept when the token was sampled. A token
-    with a single kept candidate has score 0. It still counts as a token, but ``drop_zeros`` leaves it out.
+    with a single kept candidate has score 0. Such a token still counts as one of the tokens, but ``drop_zeros`` leaves
+    it out.
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: ``[...]``, one for each sequence; or as in :func:`select_tokens`.
         ratio: the share of the tokens to keep, in (0, 1].
-        mask: bool or integer (True where it is not 0), the shape of ``logits`` without its last dimension. Rows where
-            it is False are not read and have entropy 0.
+        mask: bool, or integer (0 means False), the shape of ``logits`` without its last dimension. Rows where the mask
+            is False are not read and have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
         scope, drop_zeros: as in :func:`select_tokens`.
 
@@ -296,7 +297,7 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Returns the indices at which a flattened mask is True, in a tensor whose size does not depend on the mask.
 
     Args:
-        mask: bool or integer (True where it is not 0), any shape.
+        mask: bool, or integer (0 means False), any shape.
         capacity: the length of ``indices``.
 
     Returns:

@@ -1,6 +1,6 @@
 """Trusted tokens: tokens whose probability in the trained policy is close to the probability they were sampled with.
-One of several published rules decides this. The mask can be computed before the update, so that the LM head skips all
-other tokens.
+One of several published rules decides what counts as close. The mask of the trusted tokens can be computed before the
+update, so that the LM head skips all other tokens.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ def trusted_tokens(
         low, high: the bounds, instead of the rule's defaults. Bounds are inclusive, except for "m2po". ``low`` is only
             for the first six rules, which bound a ratio. A ``low`` of 0 or a ``high`` of infinity means no bound.
         advantages: required by "opsm": one for each sequence or for each token.
-        mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False, nothing is read.
+        mask: bool, or integer (0 means False), the shape of ``logprob``. Where the mask is False, nothing is read.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         process_group: the ranks over which "m2po" pools tokens, and over which ``count`` is summed. Every sequence must
-            be whole on one rank. All ranks must call this function. "m2po" then causes a host sync.
+            be whole on one rank. All ranks must call this function. With a process group, "m2po" causes a host sync.
 
     Returns:
         :class:`TrustedTokens`. With the first six rules, the weight of a kept token is the ratio that the rule bounds:
@@ -243,7 +243,8 @@ def _per_token(advantages: Tensor | None, logprob: Tensor, segments: Segments) -
 
 def _smallest(squares: Tensor, high: float, ranks: Ranks | None) -> Tensor:
     """Marks the smallest squares over all ranks: as many as possible while their mean is below ``high``. NaN is not
-    marked. The mean of the smallest squares never decreases when the next larger square is added.
+    marked. When the next larger square is added, the mean never decreases, so the first mean that is not below ``high``
+    ends the search.
     """
     if ranks is not None:
         from ._across_ranks.rollouts import gather

@@ -31,8 +31,7 @@ def entropy(
         logits: ``[..., V]``, bfloat16, float16 or float32; stride 1 in the last dimension, any strides in the others.
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
             ``[...]``. No gradient is computed for it.
-        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and have entropy
-            0.
+        mask: bool, or integer (0 means False) ``[...]``; rows where the mask is False are not read and have entropy 0.
         sampling_mask, max_dense_rows: as in :func:`logprob_entropy`.
 
     Returns:
@@ -79,7 +78,7 @@ def logprob_entropy(
         logits: ``[..., V]``, bfloat16, float16 or float32; stride 1 in the last dimension, any strides in the others.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
-        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read, and both results
+        mask: bool, or integer (0 means False) ``[...]``; rows where the mask is False are not read, and both results
             are 0.
         sampling_mask: for each row of the logits, the tokens that were kept when the row's token was sampled. It must
             be on the device of the logits.
@@ -146,7 +145,7 @@ def linear_logprob_entropy(
     float32. The conversion is exact, but then all products take as long as in float32. **Each call** makes a float32
     copy of each tensor that it converts, and keeps the copy until the backward. The backward makes a float32 gradient
     of the same size. The copy and the gradient each take 4 bytes x H for each row of converted hidden states, or 4
-    bytes x V x H for a converted weight. Each gradient has the dtype of its argument.
+    bytes x V x H for a converted weight. In the end, each gradient has the dtype of its argument.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.
@@ -155,7 +154,7 @@ def linear_logprob_entropy(
         bias: ``[V]``, the dtype of ``hidden`` and ``weight``; or some of the three tensors are float32.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False cost nothing, and both results
+        mask: bool, or integer (0 means False) ``[...]``; rows where the mask is False cost nothing, and both results
             are 0.
         logits_dtype: the dtype to which logits are rounded: ``torch.float32``, or the common dtype of hidden states,
             weight and bias. The common dtype is faster; in bfloat16 it changes an entropy by some hundredths of a nat.

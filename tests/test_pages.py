@@ -107,7 +107,7 @@ def sentences_on_the_front_page(gpus: list[dict[str, Any]], cpu: dict[str, Any])
         f"of 4,096 tokens take {1e3 * ours(gpu, sets):.2g} ms instead of {1e3 * ours(gpu, sets, 'all tokens'):.3g} ms",
         "of 32 full completions",
         update(gpu, " ms instead of ") + " ms",
-        *(f"{performance.short(run)}: {update(run, ' and ')}" for run in others),
+        *(f"{performance.short(run)}: {update(run, ' instead of ')}" for run in others),
         f"{1e3 * ours(cpu, forward):.3g} ms for 1,024 rows",
     ]
 

@@ -1,6 +1,6 @@
-// Sums that do not depend on the order of their terms. Each term is rounded to a multiple of 2^-26, which is finer than
-// float32 near 1, and the multiples are added as integers. So a sequence has the same sum whether it is padded or
-// packed, on any number of threads, on a CPU or on a GPU.
+// Sums that do not depend on the order of their terms. Each term is rounded to a whole number of units of 2^-26, and
+// these numbers are added as integers. Near 1, the steps of float32 are larger than this unit. So the sum of a sequence
+// does not depend on padding or packing, on the number of threads, or on the device.
 #pragma once
 
 #include <cmath>
@@ -21,7 +21,7 @@ struct ExactSum {
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
 constexpr float kSumUnit = 0x1p-26f;
-// Terms with an absolute value of kFarTerm or more count as infinite. A sum of 2^25 smaller terms fits in an int64.
+// A term counts as infinite if its absolute value is at least kFarTerm. The sum of 2^25 smaller terms fits in an int64.
 constexpr float kFarTerm = 4096.f;
 constexpr uint32_t kNanTerm = 1, kPlusTerm = 2, kMinusTerm = 4;
 
@@ -53,8 +53,8 @@ D3S_HOST_DEVICE void add_term(ExactSum& sum, float term) {
     sum.units += near_units(term);
 }
 
-// Returns the mean of the terms, or 0 if there are none. A NaN term, or infinite terms of both signs, make the mean
-// NaN. Other infinite terms make it infinite.
+// Returns the mean of the terms, or 0 if there are no terms. The mean is NaN if a term is NaN, or if there are infinite
+// terms of both signs. Otherwise, if a term is infinite, the mean is infinite too.
 D3S_HOST_DEVICE float mean_of(const ExactSum& sum) {
   if ((sum.flags & kNanTerm) || sum.flags == (kPlusTerm | kMinusTerm)) return NAN;
   if (sum.flags) return sum.flags == kPlusTerm ? INFINITY : -INFINITY;

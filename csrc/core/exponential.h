@@ -1,6 +1,6 @@
-// Computes e^x within one unit in the last place. The computation has only additions and multiplications, so results
-// are bitwise equal on a GPU and on CPUs with vectors of any width. e^0 is exactly 1, so that an unchanged policy has
-// ratios of exactly 1.
+// Computes e^x with an error of at most one unit in the last place. The computation has only additions and
+// multiplications, so results are bitwise equal on a GPU and on CPUs with vectors of any width. e^0 is exactly 1, so
+// the importance ratios of an unchanged policy are exactly 1.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ D3S_HOST_DEVICE float exponential(float x) {
   const float n = sum - magic;
   // n log 2 is subtracted in two parts, since n times the first part is exact.
   const float r = (inside - n * 0.693145752f) - n * 1.42860677e-6f;
-  // e^r = 1 + r + r^2 q(r) for |r| <= log(2) / 2, where the polynomial q is minimax in relative error.
+  // For |r| <= log(2) / 2, e^r is computed as 1 + r + r^2 q(r). q is the polynomial with the smallest maximum of the
+  // relative error.
   float q = 1.374611515e-3f;
   q = q * r + 8.371827193e-3f;
   q = q * r + 4.166996479e-2f;

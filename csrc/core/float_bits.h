@@ -1,5 +1,6 @@
-// bfloat16 and float16, stored as bits, and their conversions, which round to nearest even. torch's types are not used,
-// because the CUDA kernels and the SIMD loops are compiled without torch.
+// The types bfloat16 and float16, which are stored as bits, and their conversions from and to float. A conversion
+// rounds to the nearest value, and ties to even. torch's types are not used, because the CUDA kernels and the SIMD
+// loops are compiled without torch.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct Tag {  // passes a type as an argument
   using type = T;
 };
 
-// Calls `body` with the Tag of the element type. In `body`, `typename decltype(tag)::type` is the type.
+// Calls `body` with the Tag of the element type. In `body`, `typename decltype(tag)::type` is this type.
 template <class Body>
 decltype(auto) dispatch_float(FloatType type, Body&& body) {
   switch (type) {

@@ -1,5 +1,5 @@
-// The search for the k-th largest order key. It finds the key digit by digit, from the highest digit on. For each
-// digit, it counts how many keys have each value.
+// The search for the k-th largest order key. The search finds this key digit by digit, from the highest digit on. To
+// find a digit, it counts, for each value of the digit, how many keys have this value.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Computes how many values of a segment a ratio keeps.
+// Computes how many values of a segment are kept for a given ratio.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 namespace d3s {
 
 // keep_from_ratio returns ceil(ratio * n), but at least 1 and at most n. In binary, 0.07 is slightly larger than 7/100,
-// but 7 % of 100 must be 7, not 8. So the product is multiplied by 1 - slack before it is rounded up. kDoubleSlack is 4
+// but 7 % of 100 must be 7, not 8. So ratio * n is multiplied by 1 - slack before it is rounded up. kDoubleSlack is 4
 // rounding steps of double, and kFloatSlack is 4 rounding steps of float.
 constexpr double kDoubleSlack = 0x1p-50;
 constexpr double kFloatSlack = 0x1p-21;

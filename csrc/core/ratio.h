@@ -1,5 +1,5 @@
-// An importance ratio is e^x, where x is the log-ratio clamped to two bounds. The derivative of the ratio with respect
-// to the log-ratio is the ratio itself between the bounds, and 0 at or beyond a bound.
+// An importance ratio is e^x, where x is the log-ratio clamped to two bounds. Between the bounds, the derivative of the
+// ratio with respect to the log-ratio is the ratio itself. At or beyond a bound, the derivative is 0.
 #pragma once
 
 #include <cmath>
@@ -25,14 +25,16 @@ D3S_HOST_DEVICE float bounded_ratio(float x, const LogBounds& bounds) {
   return exponential(x < bounds.low ? bounds.low : x > bounds.high ? bounds.high : x);  // NaN stays NaN
 }
 
-// Returns the ratios at the bounds, but -1 or NaN for an infinite bound. No ratio is <= -1 or >= NaN, so an infinite
-// bound sets no gradient to 0, even where the ratio is 0 or infinite.
+// Returns the ratios at the two bounds. If the low bound is infinite, returns -1 instead of the ratio; if the high
+// bound is infinite, returns NaN instead. No ratio is <= -1 or >= NaN, so an infinite bound never sets a gradient to 0,
+// even if the ratio is 0 or infinite.
 D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
   return {bounds.low == -INFINITY ? -1.f : exponential(bounds.low),
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};
 }
 
-// Returns the gradient of the log-ratio. It is 0 if `grad` is 0, even for an infinite ratio (0 * inf is NaN).
+// Returns the gradient of the log-ratio. If `grad` is 0, the gradient is 0, even if the ratio is infinite (0 * inf
+// would be NaN).
 D3S_HOST_DEVICE float ratio_gradient(float grad, float ratio, const RatioLimits& limits) {
   const bool limited = ratio <= limits.lowest || ratio >= limits.highest;
   return limited ? 0.f : grad == 0.f ? grad : grad * ratio;

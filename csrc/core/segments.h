@@ -1,4 +1,5 @@
-// Segments of a 1-D array: rows of equal length, or the parts between offsets (like flash-attention's cu_seqlens).
+// Segments of a 1-D array: rows of equal length, or the parts between neighbouring offsets (like flash-attention's
+// cu_seqlens).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@ struct Segments {
 
   int64_t limit = 0;  // the number of values, if there are offsets
 
-  // Offsets on a GPU may be unchecked. begin() and end() clamp them, so bad offsets give wrong segments, but no access
-  // out of bounds.
+  // Offsets on a GPU may be unchecked. begin() and end() clamp these offsets, so bad offsets give wrong segments, but
+  // no access out of bounds.
   D3S_HOST_DEVICE int64_t begin(int64_t i) const {
     if (!ragged()) return i * length;
     const int64_t at = offset(i);

@@ -7,12 +7,13 @@
 //
 //     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
 //
-// Both terms of H, log S and -T / (t S), are >= 0. So they do not cancel, whatever constant is added to all logits.
+// H is the sum of two terms, log S and -T / (t S), and each term is >= 0. So the terms do not cancel, whatever constant
+// is added to all logits.
 //
-// Special values: for a -inf logit, an accumulator may add e^(-86) instead of 0, since a clamp is cheaper than a
-// select. This term is negligible beside S >= 1, and finish() removes its contribution to T / S. A row with only -inf
-// logits has S < 1/2. A NaN or +inf logit always makes T NaN, and T stays NaN, but S may be any value (see
-// exp2_nonpositive in cpu/simd.h).
+// Special values: for a -inf logit, a loop may add e^(-86) to S instead of 0, since clamping the distance z - m is
+// cheaper than selecting 0. This e^(-86) is negligible beside S >= 1, and finish() removes its contribution to T / S.
+// If all logits of a row are -inf, S is below 1/2. If a logit is NaN or +inf, T becomes NaN and stays NaN, but S may be
+// any value (see exp2_nonpositive in cpu/simd.h).
 #pragma once
 
 #include <cfloat>
@@ -37,8 +38,8 @@ struct RowStatistics {
   float log_sum;
 };
 
-// Returns `state` with its maximum raised to `max`. If the factor underflows to 0, both sums become exactly 0, however
-// far the maximum moved.
+// Returns the same state, but relative to `max`, which is at least `state.max`. If the factor underflows to 0, both
+// sums become exactly 0, even if `move` is -inf.
 D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float inverse_temperature) {
   const float move = state.max - max;
   const float factor = exp2f(move * (kLog2E * inverse_temperature));
@@ -70,7 +71,8 @@ D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float t
 
 // The derivative of g_logprob * logprob(y) + g_entropy * H with respect to the logit z of a token with probability p is
 //     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t.
-// It is computed as e^(d / t) * (offset + slope * d) with d = z - m: one exponential and one fused multiply-add.
+// Here, 1{y} is 1 for the label y, and 0 for all other tokens. With d = z - m, dz is computed as e^(d / t) * (offset +
+// slope * d): one exponential and one fused multiply-add. For the label, `target` is added.
 struct GradientLine {
   float offset;
   float slope;

@@ -11,9 +11,9 @@ namespace {
 
 constexpr int64_t kGrain = 16384;
 
-// Two passes in double precision compute the mean and the squared differences from the mean. Each pass uses four
-// separate sums to hide the latency of an addition. Which sum a reward is added to depends only on its index in its
-// group.
+// Two passes in double precision compute the mean, and the sum of the squared differences from the mean. Each pass uses
+// four separate sums to hide the latency of an addition. Only the index of a reward in its group decides to which of
+// the four sums the reward is added.
 struct Statistics {
   double sum = 0.0, squares = 0.0;
   int64_t count = 0;

@@ -1,5 +1,5 @@
-// Gathers the kept logits of a row with a span, and reduces them like a short dense row. The arguments have been
-// checked: every id is a token, and the set of each unmasked row contains the row's label, if there is one.
+// Gathers the kept logits of a row with a span, and treats them as a short dense row. The arguments have been checked:
+// every id is a token, and if an unmasked row has a label, the set of the row contains the label.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Computes the gradient of kept logits. No two rows share a place, so the rows are divided among the threads.
+// Computes the gradient of kept logits. The rows are divided among the threads. No two rows share a place, so no two
+// threads write to the same place.
 #include "../ops/kept_logits_backward.h"
 
 #include <algorithm>

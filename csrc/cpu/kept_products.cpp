@@ -1,4 +1,5 @@
-// Computes products with the weight rows of kept tokens in an LM head. The places are divided evenly among the threads.
+// Computes the matrix products of an LM head, but only for kept tokens. The places are divided evenly among the
+// threads.
 #include "../ops/kept_products.h"
 
 #include <algorithm>

@@ -98,7 +98,8 @@ void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
 }
 
 uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // For keys below the pivot, the unsigned keys[i] - pivot wraps around, and is larger than for all other keys.
+  // If a key is below the pivot, the unsigned difference keys[i] - pivot wraps around. The difference is then larger
+  // than for any key that is at least the pivot.
   uint32_t least = UINT32_MAX;
   for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
   return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;

@@ -34,8 +34,8 @@ struct OrderKeyLoops {
   int64_t (*copy_between)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out);
   // Returns the smallest key that is at least `pivot`, or UINT32_MAX if there is none.
   uint32_t (*lowest_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
-  // below[i] = how many of the n keys are less than keys[i]. Both arrays must be padded: n is rounded up to a multiple
-  // of kKeysPadding, and their length must not be below this multiple.
+  // below[i] = how many of the n keys are less than keys[i]. The length of each array must be at least n, rounded up to
+  // a multiple of kKeysPadding.
   void (*count_below)(const uint32_t* keys, int64_t n, uint32_t* below);
   // mask[i] = keys[i] >= pivot.
   void (*write_mask)(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask);

@@ -6,8 +6,8 @@
 namespace d3s {
 namespace {
 
-// These functors return whether token i is present, as a word of all ones or all zeros. A bool view of other data may
-// have any byte value.
+// These functors return a word of all ones if token i is present, and a word of all zeros if not. A byte of the mask
+// may have any value, since a bool tensor may be a view of other data.
 struct All {
   uint32_t operator()(int64_t) const { return ~0u; }
 };
@@ -63,8 +63,8 @@ void with_groups(const TokenStretch& tokens, const Body& body) {
     body(OneGroup(), All());
 }
 
-// Calls body(first, number) for the groups, two at a time: groups `first` and `first` + 1, with `number` = 2. For an
-// odd number of groups, the last call has `number` = 1.
+// Calls body(first, number) for pairs of groups: groups `first` and `first` + 1, with `number` = 2. If the number of
+// groups is odd, the last call is for one group, with `number` = 1.
 template <class Body>
 void in_pairs(int groups, const Body& body) {
   int group = 0;

@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// The mask and group ids of n neighbouring tokens. Both may be null. A token is present if it is unmasked and, if there
-// are ids, in a group.
+// The mask and group ids of n neighbouring tokens. `mask` and `ids` may be null. A token is present if it is unmasked
+// and, if there are ids, in a group.
 struct TokenStretch {
   const bool* mask;
   const int8_t* ids;

@@ -1,7 +1,7 @@
-// Computes importance_ratio, entropy_groups and adaptive_clip. For the means of groups, a first pass adds up each
-// group, and a second pass writes a value for each token. The tokens are divided evenly among the threads, wherever
-// sequences begin and end. Results are bitwise equal for any division, since sums do not depend on the order of their
-// terms (core/exact_sum.h).
+// Computes importance_ratio, entropy_groups and adaptive_clip. If the means of groups are needed, a first pass adds up
+// the values of each group, and a second pass writes a value for each token. The tokens are divided evenly among the
+// threads, wherever sequences begin and end. Results are bitwise equal for any number of threads, since sums do not
+// depend on the order of their terms (core/exact_sum.h).
 #include <algorithm>
 #include <vector>
 

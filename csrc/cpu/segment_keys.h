@@ -1,5 +1,5 @@
-// Access to the keys of a segment on a CPU. The keys are either stored, or recomputed in each pass. write_mask writes a
-// segment's mask from its k-th largest key.
+// Access to the keys of a segment on a CPU. The keys are either stored, or recomputed in each pass. write_mask writes
+// the mask of a segment whose k-th largest key is known.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,7 @@
-// Defines vectors of the width that the including file is compiled for, and a few operations on them. It uses the
-// vector extensions of GCC and Clang, and intrinsics for what these extensions lack. Fast-math must be off: it would
-// remove the rounding trick of exp2_nonpositive, and change how the whole process treats denormals.
+// Defines vectors, and a few operations on them. The width of a vector is that of the SIMD level for which the
+// including file is compiled. This header uses the vector extensions of GCC and Clang, and intrinsics for what these
+// extensions lack. Fast-math must be off: it would remove the rounding trick of exp2_nonpositive, and the whole process
+// would then treat denormals differently.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 inline Floats all(float value) { return value - Floats{}; }
 
-// Returns a * b + c, rounded only once if the machine has such an instruction.
+// Returns a * b + c. If the machine has a fused multiply-add, the result is rounded only once.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -80,8 +81,8 @@ inline Floats exp2_nonpositive(Floats x, Floats scale) {
   const Floats sum = multiply_add(x, scale, magic);
   const Floats n = sum - magic;
   const Floats f = multiply_add(x, scale, -n);  // in [-1/2, 1/2]
-  // The polynomial p approximates 2^f: 2^f / p(f) is within 1e-7 of 1. p is minimax in relative error under the
-  // condition p(0) = 1, which makes e^0 exactly 1.
+  // The polynomial p(f) approximates 2^f: 2^f / p(f) is within 1e-7 of 1. Among the polynomials with p(0) = 1, p has
+  // the smallest maximum of the relative error. p(0) = 1 makes e^0 exactly 1.
   Floats p = all(1.3264727e-3f);
   p = multiply_add(p, f, all(9.6715130e-3f));
   p = multiply_add(p, f, all(5.5507336e-2f));

@@ -10,12 +10,13 @@
 namespace d3s {
 namespace {
 
-// Returns the limit to which lower distances from the maximum are clamped. The exponential of the limit is 2^-125, the
-// smallest value that exp2_nonpositive computes.
+// Returns the lowest allowed distance from the maximum. Lower distances are raised to this limit. At the limit,
+// exp2_nonpositive returns 2^-125, the smallest value that it can compute.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements of a row or slice, too few for a pair of vectors, padded with -inf. memcpy copies them, since the
-// compiler could reorder plain reads and writes if a gradient overwrites logits of another type.
+// The last elements of a row or slice, if they are too few for a pair of vectors. They are padded with -inf. memcpy
+// copies them, because a gradient may overwrite logits of another type, and the compiler could then reorder plain reads
+// and writes.
 template <class T>
 struct Tail {
   T values[kPair];

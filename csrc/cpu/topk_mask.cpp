@@ -4,8 +4,8 @@
 // The scores of a segment become integer keys, and bisection finds the k-th largest key. Each step counts the keys that
 // are at least a pivot. Counting runs at the speed of the cache, and some twenty pivots are enough. If a segment is too
 // long for the cache, a sample first gives two keys that most likely enclose the k-th largest key, and only the few
-// keys in between are bisected. The few passes over such a segment recompute its keys piece by piece, which is cheaper
-// than storing them.
+// keys between these two keys are bisected. The few passes over such a segment recompute its keys piece by piece, which
+// is cheaper than storing the keys.
 #include <cmath>
 
 #include "segment_keys.h"

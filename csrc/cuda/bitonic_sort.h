@@ -8,13 +8,13 @@ namespace d3s {
 // An entry has a key in the high bits and an index in the low bits. So among equal keys, lower indices come first.
 using Entry = unsigned long long;
 
-// The unroll factor of loops. A warp sorts here only if a segment is longer than the caller declared. This is rare, so
-// small code is preferred to fast code.
+// The unroll factor of the loops below. A warp sorts here only if a segment is longer than the caller declared. This is
+// rare, so for a warp, small code is preferred to fast code.
 template <class Group>
 constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
-// Sorts n entries. n need not be a power of two: every exchange puts the smaller entry first, so padding with the
-// largest possible value would never move, and is not stored.
+// Sorts n entries. n need not be a power of two. Padding with the largest possible value would never move, since every
+// exchange puts the smaller entry first. So the padding is not stored.
 template <class Group>
 __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;

@@ -86,8 +86,8 @@ struct WarpGroup {
 };
 
 // A block as a group of threads. The size of the block must be a power of two, and at least kWarp. Floating-point sums
-// depend on the order of additions, so each thread adds the sums of the warps one after the other. For integers, the
-// order does not matter, and shuffles take only a fifth of the code.
+// depend on the order of additions, so each thread adds the sums of the warps one after the other. Results for integers
+// do not depend on the order, so they are computed by shuffles, which take only a fifth of the code.
 struct BlockGroup {
   static constexpr int kSharedBytes = kWarp * 8;  // one value for each warp
   static constexpr int kMostThreads = 1024;

@@ -1,7 +1,7 @@
 // compact: writes the indices of a mask's true values, in row-major order, to a tensor of fixed size.
 //
-// The first launch writes one bit, a flag, for each value of the mask. So the second launch reads an eighth of the
-// mask's bytes. No block waits for another block: each block of the second launch adds up all counts of the first
+// The first launch writes one bit, a flag, for each value of the mask. So the second launch reads only one bit for each
+// byte of the mask. No block waits for another block: each block of the second launch adds up all counts of the first
 // launch.
 //
 //   launch            kernel       reads           -> writes
@@ -25,8 +25,9 @@ constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp handles 
 constexpr int kStep = kWarps * kStretch;  // values that a block handles at a time; 4 million values make 256 steps
 constexpr int kFlags = kStep / 16;        // 16-bit words of flags in a step: one for each vector
 
-// Beyond 8 million values, a piece is several steps, so that a lane adds up at most 16 counts. An H100 gets at most 4
-// blocks for each multiprocessor. Their bytes in flight are three times what is needed to hide the memory latency.
+// There are at most 512 pieces, so a lane adds up at most 16 counts. Beyond 8 million values, a piece is several steps.
+// An H100 gets at most 4 blocks for each multiprocessor. These blocks have three times as many bytes in flight as are
+// needed to hide the memory latency.
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
@@ -45,7 +46,7 @@ struct Mask {
         pieces(static_cast<int>(ceil_div(steps, steps_of_piece))) {}
 
   __device__ int64_t begin_of(int64_t step) const { return step * kStep - misalignment(values); }
-  // The range of this block's steps; empty if the block has no piece.
+  // The block has the steps in [first_step(), end_step()). This range is empty if the block has no piece.
   __device__ int64_t first_step() const { return min(blockIdx.x * steps_of_piece, steps); }
   __device__ int64_t end_step() const { return min((blockIdx.x + 1) * steps_of_piece, steps); }
 };
@@ -65,8 +66,8 @@ D3S_HOST_DEVICE uint32_t flags_of_word(uint32_t word) {
   return tops * 0x00204081u >> 28;  // gathers the top bits of the four bytes
 }
 
-// Returns the flags of the 16 values from index `at` on. If all of these values are in [from, to), they are in `v`.
-// Otherwise, the values in [from, to) are read one by one, and the others count as false.
+// Returns the flags of the 16 values from index `at` on. If all of their indices are in [from, to), `v` has the values.
+// Otherwise, the values at indices in [from, to) are read one by one, and the other values count as false.
 __device__ uint32_t flags_of(const uint4& v, const uint8_t* values, int at, int from, int to) {
   if (at >= from && at + 16 <= to)
     return flags_of_word(v.x) | flags_of_word(v.y) << 4 | flags_of_word(v.z) << 8 | flags_of_word(v.w) << 12;
@@ -104,10 +105,10 @@ __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
 // lanes of a warp then write to 32 different banks. Without swizzling, they would all write to the same bank.
 D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
 
-// Writes the indices of a step's true values to the slots from `next` on. Returns how many values are true. `bits` has
-// the flags of the thread's 64 values. Each warp first lists the positions of its true values in shared memory, and
-// then copies the list to global memory. So a step with few true values takes little time, and the warp writes whole
-// memory sectors.
+// Writes the indices of a step's true values to the slots from `next` on. Returns how many values of the step are true.
+// `bits` has the flags of the thread's 64 values. Each warp first lists the positions of its true values in shared
+// memory, and then copies the list to global memory. So a step with few true values takes little time, and the warp
+// writes whole memory sectors.
 __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outputs& out, Shared& shared, int half) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int (&counts)[kWarps] = shared.counts[half];

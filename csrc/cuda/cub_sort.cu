@@ -1,5 +1,5 @@
-// CUB's radix sort, which is stable. It takes several launches, but no host sync. It has its own file, since it takes
-// longer to compile than all our kernels together.
+// CUB's radix sort, which is stable. It takes several launches, but no host sync. The sort has its own file, since
+// compiling it takes longer than compiling all our kernels.
 #include "segment_sort.h"
 
 #include <cub/device/device_radix_sort.cuh>

@@ -41,7 +41,7 @@ inline int device_attribute(const Device& device, cudaDeviceAttr attribute) {
 }
 
 #if !defined(D3S_EMULATED)
-// Hooks for the tests: only the emulated device counts launches and scores.
+// Hooks for the tests. On a GPU, these functions do nothing. The emulated device counts launches and scores with them.
 inline void note_launch(const char*, int64_t, int, size_t) {}
 D3S_HOST_DEVICE void note_scores(int) {}
 
@@ -69,8 +69,8 @@ void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int thr
   if (blocks <= 0) return;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string("d3s_kernels: ") + name + ": too many blocks");
   require_success(cudaSetDevice(device.index), "cudaSetDevice");
-  // The limit is set to the maximum of the device, not to `shared_bytes`, since it is an attribute of the kernel, and
-  // another host thread may be launching the same kernel with more shared memory.
+  // The limit is an attribute of the kernel, and another host thread may be launching the same kernel with more shared
+  // memory. So the limit is set to the maximum of the device, not to `shared_bytes`.
   if (shared_bytes > kSharedWithoutAsking)
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)),
@@ -95,9 +95,9 @@ D3S_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
-// Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both with
-// one instruction, which rounds each float by itself. Other machine code uses two instructions, with bitwise equal
-// results.
+// Two floats that go through the same operations. Machine code for compute capability 10.0 and 10.3 computes both
+// floats with one instruction, which rounds each float by itself. Other machine code uses two instructions, with
+// bitwise equal results.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -115,8 +115,9 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// Returns 1 for a finite x, else NaN. The compiler must not know that the result is 1: it would copy this constant into
-// a register pair again for each float, instead of keeping it in a register.
+// Returns 1 for a finite x, else NaN. The result is 1 in a form that the compiler cannot recognise. If the compiler
+// recognised the constant 1, it would copy 1 into a register pair again for each float, instead of keeping 1 in a
+// register.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
 // weighted() returns {weight, weight * value}. add_weighted() returns {sums.low + weight, sums.high + weight * value}.
@@ -161,14 +162,14 @@ uint32_t packed_max(uint32_t a, uint32_t b) {
   return pack<T>(fmaxf(x.low, y.low), fmaxf(x.high, y.high));
 }
 #else
-// Returns 2^x, within 2 units in the last place. Results below the range of normal floats become 0.
+// Returns 2^x with an error of at most 2 units in the last place. Results below the range of normal floats become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Loads data that is read only once. It is not kept in the L1 cache.
+// Loads data that is read only once. The data is not kept in the L1 cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -199,8 +200,8 @@ __device__ __forceinline__ Pair unpack(uint32_t word, Tag<float16>) {
   return z;
 }
 
-// Returns a word with the maximum of the low halves and the maximum of the high halves. If one of two values is NaN,
-// the result is the other value.
+// Returns a word with the maximum of the low halves of a and b, and the maximum of their high halves. If one of two
+// halves is NaN, their maximum is the half that is not NaN.
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;

@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kBytes = kPublicOps * kFaultKinds;
 
-// Null until the first op runs. Python reads this pointer before each op, which is cheaper than a function call.
+// This pointer is null until the first op runs. Python reads the pointer before each op, which is cheaper than calling
+// a function.
 unsigned char* memory = nullptr;
 
 // Allocates pinned memory, which kernels can write. While a CUDA graph is captured, an allocation is allowed only in
@@ -35,6 +36,6 @@ Faults faults_of(PublicOp op) {
 
 }  // namespace d3s
 
-// Returns the address of `memory` to d3s_kernels/_dispatch/faults.py. The memory is [ops][kinds of faults], one byte
-// for each, in the order of the enums.
+// d3s_kernels/_dispatch/faults.py calls this function to get the address of `memory`. The memory is [ops][kinds of
+// faults], in the order of the enums, with one byte for each op and kind of fault.
 extern "C" __attribute__((visibility("default"))) unsigned char* const* d3s_kernels_faults() { return &d3s::memory; }

@@ -1,7 +1,9 @@
-// group_advantages: computes (reward - mean) / (standard deviation + eps), with the mean of the reward's group.
+// group_advantages: computes (reward - mean) / (standard deviation + eps), where the mean is that of the reward's
+// group.
 //
-// A warp handles a small group, and a block handles a large group. Only the group's length decides this, since warps
-// and blocks add in different orders, and the results must be bitwise equal whatever other groups there are.
+// A warp handles a small group, and a block handles a large group. Warps and blocks add in different orders, but the
+// results of a group must be bitwise equal in any batch. So only the length of the group decides between a warp and a
+// block.
 //
 //   launch                      kernel             reads             -> writes
 //   group_advantages (batch)    batch_deviation    rewards           -> batch   (scale="batch" only; one block)
@@ -50,7 +52,7 @@ __device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, c
   return s;
 }
 
-// Whether the rewards are equal except for rounding.
+// Returns whether the rewards are equal except for rounding.
 template <class T, class Group>
 __device__ bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s, double tolerance,
                           const Group& group) {
@@ -117,8 +119,8 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
       launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups, sizes,
              options, static_cast<const double*>(batch), out, device.faults);
     };
-    // With offsets, only the device knows the lengths. Then both launches are needed, unless there are too few rewards
-    // for a large group.
+    // With offsets, only the device knows the lengths. Then one launch for small groups and one for large groups are
+    // needed, unless there are too few rewards for a large group.
     const int64_t shortest = groups.ragged() ? 0 : groups.length;
     const int64_t longest = groups.ragged() ? rewards.total : groups.length;
     if (shortest < kLargeGroup)

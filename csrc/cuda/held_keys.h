@@ -27,7 +27,7 @@ class HeldRow : public MaskRow {
     for (int j = 0; j < kHeld; ++j) body(first(group) + j * kWarp, keys_[j]);
   }
 
-  // Stores the word bytes(keys) as the mask of each of the thread's vectors.
+  // For each of the thread's vectors, stores the word bytes(keys) as the vector's mask.
   template <class Group, class Bytes>
   __device__ __forceinline__ void store_stretch(const Group& group, const Bytes& bytes) const {
     const int own = first(group);
@@ -48,9 +48,9 @@ class HeldRow : public MaskRow {
   uint4 keys_[kHeld];
 };
 
-// The number of bits in a digit, if kWarps warps search together. There are eight bins for each thread. Fewer warps
-// have fewer bins, so they need more digits. But for them, too, adding up the bins takes no longer than counting the
-// keys.
+// The number of bits in a digit if kWarps warps search together. There are eight bins for each thread. Fewer warps have
+// fewer bins, so their search takes more digits. For any number of warps, adding up the bins takes no longer than
+// counting the keys.
 template <int kWarps>
 constexpr int kDigitBits = 1 + kDigitBits<kWarps / 2>;
 template <>

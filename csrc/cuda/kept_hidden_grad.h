@@ -1,5 +1,5 @@
-// kept_hidden_grad_: computes the gradient of each hidden state. This is a sum with one term for each kept token of the
-// row: the gradient of the token's logit, times the token's row of the weight.
+// kept_hidden_grad_: computes the gradient of each hidden state. This gradient is a sum with one term for each kept
+// token of the row: the gradient of the token's logit, times the token's row of the weight.
 #pragma once
 
 #include "kept_sums.h"
@@ -7,14 +7,14 @@
 namespace d3s {
 namespace {
 
-// Returns the index of a row's first stretch. The indices of the row's other stretches follow. No two rows share an
-// index. Some indices may stay unused, so this needs no scan over the rows.
+// Returns the index of a row's first stretch. The row's other stretches have the next indices. No two rows share an
+// index. Some indices may stay unused, so this function needs no scan over the rows.
 __device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
   return spans.begin(row) / kStretch + row;
 }
-// Returns the row of a stretch, or a negative number if there is none. Offsets do not decrease, so two offsets narrow
-// the search, mostly to one or two rows. A binary search over all rows would load a dozen offsets, one after the other.
-// If the offsets are bad, the result is an arbitrary row or a negative number.
+// Returns the row of a stretch, or a negative number if no row has this stretch. Offsets do not decrease, so two
+// offsets narrow the search, mostly to one or two rows. A binary search over all rows would load a dozen offsets, one
+// after the other. If the offsets are bad, the result is an arbitrary row or a negative number.
 __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
   const int64_t most = stretch < spans.count ? stretch : spans.count - 1;
   if (most < 0) return -1;
@@ -33,7 +33,8 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
   return low;
 }
 
-// There is one block for each stretch of each row's span and each piece of the columns.
+// The span of each row is cut into stretches, and the columns are cut into pieces. There is one block for each pair of
+// a stretch and a piece.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
@@ -61,8 +62,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // Writes the rows that sum_rows does not finish: undefined rows, which become NaN, and rows with several stretches. If
-// the offsets are bad, the sums of some stretches are missing. They are not needed, since every row with a gradient is
-// then undefined.
+// the offsets are bad, the sums of some stretches are missing. The missing sums are not needed, since every row with a
+// gradient is then undefined.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,

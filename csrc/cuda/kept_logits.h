@@ -22,7 +22,8 @@ struct KeptShare {
   bool bad_token;
 };
 
-// Whether an id of a span is not a token; spans may be unchecked. A bad id has no column, so no logit is read for it.
+// Returns whether an id of a span is not a token. Spans may be unchecked. A bad id has no column, so no logit is read
+// for it.
 __device__ inline bool is_bad(const LogitsRows& rows, int64_t token) { return token < 0 || token >= rows.vocabulary; }
 
 // Returns a warp's share of a span's result. Each thread reads the tokens first, first + step, ... of the span.
@@ -105,8 +106,8 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
   write_row(row, statistics, label == kNoTarget ? 0.f : log_probability(label_logit, statistics, temperature), sink);
 }
 
-// Writes the results of rows that have a span or are masked out. Counts the other rows in `dense_rows`, unless it is
-// null.
+// Writes the results of rows that have a span or are masked out. Counts the other rows in `dense_rows`, unless this
+// pointer is null.
 template <class T>
 __global__ void __launch_bounds__(kSpanThreads)
     rows_with_span(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink, int* dense_rows) {

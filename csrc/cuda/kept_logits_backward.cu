@@ -23,8 +23,8 @@ struct Problem {
   KeptGradientOutput out;
 };
 
-// Writes the gradients of one row's places. A whole warp or block calls this. `label_found`: the span contains the
-// label.
+// Writes the gradients of one row's places. A whole warp or block calls this. `label_found` tells whether the span
+// contains the label.
 __device__ void write_row(const Problem& problem, int64_t row, const Span& span, bool label_found, int thread,
                           int threads) {
   const LogitsRows& rows = problem.rows;

@@ -1,4 +1,4 @@
-// Products with the kept rows of an LM head's weight.
+// The matrix products of an LM head, computed only for kept tokens.
 //
 //   launch                        kernel          reads                                -> writes
 //   kept_logits (offsets)         check_offsets   offsets                              -> bad
@@ -21,7 +21,7 @@ constexpr int kInFlight = 4;  // a thread loads this many vectors of each of the
 
 constexpr int kCheckers = 1024;
 
-// Sets `bad` to whether any offset is bad. One block is enough, since there are few offsets.
+// Sets `bad` to 1 if any offset is bad, and to 0 otherwise. One block is enough, since there are few offsets.
 __global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad,
                               const __grid_constant__ Faults faults) {
   int any = 0;

@@ -1,7 +1,7 @@
 // Sums over places, for the kernels of kept_products.cu. Each place stands for a row of a matrix and a factor. A sum
 // over places is the sum of these rows, each multiplied by its factor. If a span or a token has more than kStretch
-// places, several blocks compute its sum. The first stretch begins at the first place of the span or token, so that the
-// sum is bitwise equal whatever other spans or tokens there are.
+// places, several blocks compute its sum, each over a stretch of at most kStretch places. The first stretch begins at
+// the first place of the span or token, so that the sum is bitwise equal whatever other spans or tokens there are.
 #pragma once
 
 #include "../ops/kept_products.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 3;     // per multiprocessor; without this bound, nvcc spills registers to fit a fourth block
-constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
+constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; must divide kWarp
 constexpr int kStretch = 256;  // places that a block adds up, in 32 batches; a multiple of kWarp
 
 template <class T>
@@ -56,7 +56,7 @@ __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool ad
   }
 }
 
-// Like write_vector(), but for the columns of a row from `first` on, which may be fewer than the sums.
+// Like write_vector(), but for the columns of a row from `first` on. There may be fewer such columns than sums.
 template <class T, class To>
 __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t first, int64_t columns, bool add,
                            bool aligned) {
@@ -140,8 +140,8 @@ struct ColumnSums {
   }
 };
 
-// A row is divided among pieces_of() blocks of threads_for() threads, one vector for each thread. All blocks have the
-// same number of warps, so that no warp is idle.
+// The columns of a row are divided among pieces_of() blocks of threads_for() threads, one vector for each thread. All
+// blocks have the same number of warps, so that no warp is idle.
 template <class T>
 int64_t warps_of(int64_t columns) {
   const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
@@ -156,9 +156,10 @@ int threads_for(int64_t columns) {
   return static_cast<int>(ceil_div(warps_of<T>(columns), pieces_of<T>(columns))) * kWarp;
 }
 
-// The sums of the stretches of long runs (more than kStretch places). Each stretch has a slot for `columns` floats and
-// the sum of its factors. The index of a run's first slot is the number of half stretches before the run. A run of n
-// stretches covers at least n half stretches, so two runs never use the same slot.
+// The sums of the stretches of long runs. A run is the places of one span or token, and is long if it has more than
+// kStretch places. Each stretch has a slot for `columns` floats and the sum of its factors. The index of a run's first
+// slot is the number of half stretches before the run. A run of n stretches covers at least n half stretches, so two
+// runs never use the same slot.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;

@@ -1,4 +1,4 @@
-// kept_weight_grad_: computes, for each token, the sum over the places that stand for this token.
+// kept_weight_grad_: computes, for each token, the sum of grad * hidden[row] over the places that stand for this token.
 #pragma once
 
 #include "kept_sums.h"
@@ -10,8 +10,8 @@ namespace {
 constexpr int kShort = 16;  // a warp adds up runs of at most this many places; must not exceed kWarp
 constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// Writes an entry to sort for each place: the place's token. A place without a gradient gets the largest entry, so that
-// it comes last.
+// Writes the entry of each place: the place's token. The places are later sorted by their entries. A place without a
+// gradient gets the largest entry, so that it comes last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -40,7 +40,7 @@ struct Runs {
     }
     return low;
   }
-  // Return the beginning and the end of a token's run. Entry i must be in this run.
+  // These two functions return the beginning and the end of a token's run. Entry i must be in this run.
   __device__ int64_t begin(int64_t i, int64_t token) const {
     return first_from(0, i, [&](int64_t other) { return other >= token; });
   }
@@ -147,8 +147,8 @@ __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, 
     add_to_token<T, To>(total, out, bias_out, token, out_aligned);
 }
 
-// The first blocks handle the stretches of long runs, since these take the most time. After these blocks, there is one
-// warp for each place.
+// The first blocks handle the stretches of long runs, since long runs take the most time. After these blocks, there is
+// one warp for each place.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,

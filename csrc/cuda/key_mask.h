@@ -1,5 +1,5 @@
 // Writes the mask of a row of keys, after the search for the k-th largest key. All larger keys are kept. The keys that
-// equal the k-th largest key are called ties. As many ties as needed are kept, from the first on.
+// equal the k-th largest key are called ties. Of the ties, only the first are kept, as many as needed.
 #pragma once
 
 #include "key_search.h"
@@ -20,14 +20,14 @@ struct Kept {
   uint32_t lowest;
 };
 
-// Returns the cut after a search. If all keys with the digits found so far are kept, its key is the lowest possible key
-// with these digits. If no key is kept, its key is above all keys.
+// Returns the cut after a search. If all keys with the digits found so far are kept, the key of the cut is the lowest
+// possible key with these digits. If no key is kept, the key of the cut is above all keys.
 D3S_HOST_DEVICE Cut cut_at(const Found<int>& found) {
   if (found.k == 0) return {UINT32_MAX, 0, true};
   return {found.prefix << found.shift, found.left, found.keeps_all()};
 }
 
-// Writes `count` and `threshold` of a segment. The segment keeps k keys, minus the dropped zeros.
+// Writes `count` and `threshold` of a segment. `count` is k minus the number of dropped zeros.
 D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t segment, int64_t k, const Kept& kept) {
   const int64_t count = k - kept.zeros;
   if (outputs.count) outputs.count[segment] = static_cast<int32_t>(count);
@@ -71,7 +71,7 @@ class KeyRow : public MaskRow {
  public:
   using Keys = std::conditional_t<kPadded, uint32_t, const uint32_t>;
 
-  // `keys` points to the row's first key. If the keys are padded, it points to the row's first vector instead.
+  // `keys` points to the row's first key. If the keys are padded, `keys` points to the row's first vector instead.
   __device__ KeyRow(Keys* keys, bool* mask, int count) : MaskRow(mask, count), keys_(kPadded ? keys : keys - lead()) {}
 
   // Stores a vector of padded keys.
@@ -88,7 +88,7 @@ class KeyRow : public MaskRow {
     for (int four = from + lane; four - lane < to; four += kWarp) body(four, four < to ? load(four) : uint4{});
   }
 
-  // Stores the word bytes(keys) as the mask of each of the thread's vectors in the stretch.
+  // For each of the thread's vectors in the stretch, stores the word bytes(keys) as the vector's mask.
   template <class Bytes>
   __device__ __forceinline__ void store_stretch(const BlockGroup& block, const Bytes& bytes) const {
     int from, to;
@@ -134,7 +134,7 @@ __device__ __forceinline__ int before_lane(int own, int& all) {
 
 // Returns which of this lane's four keys are among the first `wanted` ties of the warp's stretch. `ties` says which of
 // the four keys are ties. `ties` and the result have one byte, 0 or 1, for each key. `tie`, the number of ties in the
-// stretch before the warp's current vectors, is increased by the ties in these vectors.
+// stretch before the warp's current vectors, is increased by the number of ties in these vectors.
 __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   int all;
   const int before = before_lane(__popc(ties), all);
@@ -155,9 +155,9 @@ class Taker {
   // `floor` must be above 0, so that kAbsent is not taken.
   __device__ Taker(uint32_t floor, const Quota& quota) : floor_(floor), drop_(quota.drop_zeros && floor <= kZeroKey) {}
 
-  // Returns a word with one byte for each key: 1 if the key is taken, else 0. The height of a key is key - floor_, at
-  // most UINT32_MAX - floor_ for taken keys. For keys below floor_, the subtraction wraps around to a larger height. So
-  // the lowest height belongs to the lowest taken key.
+  // Returns a word with one byte for each key: 1 if the key is taken, else 0. The height of a key is key - floor_. The
+  // height of a taken key is at most UINT32_MAX - floor_. For keys below floor_, the subtraction wraps around to a
+  // larger height. So the lowest height belongs to the lowest taken key.
   __device__ __forceinline__ uint32_t take(const uint4& keys) {
     uint4 heights = make_uint4(keys.x - floor_, keys.y - floor_, keys.z - floor_, keys.w - floor_);
     if (drop_)

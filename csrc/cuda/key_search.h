@@ -1,7 +1,7 @@
 // Searches for the k-th largest key of a segment, for all kernels of top-K selection. To find the next digit of the
 // key, the search makes a histogram of this digit over all keys that have the digits found so far. Counts are integers,
-// so the order of atomic additions does not matter. In shared memory, these are plain atomics, since one instruction
-// (ATOMS.POPC.INC) adds all lanes with the same bin.
+// so the order of atomic additions does not matter. In shared memory, each lane makes a plain atomic addition, since
+// one instruction (ATOMS.POPC.INC) then counts all lanes with the same bin.
 #pragma once
 
 #include "../core/key_search.h"
@@ -28,7 +28,7 @@ struct Found {
   Count equal = 0;      // how many keys have these digits
   int shift = 0;
 
-  // Whether all keys with these digits are kept. Then no further digit has to be found.
+  // Returns whether all keys with these digits are kept. If so, no further digit has to be found.
   D3S_HOST_DEVICE bool keeps_all() const { return left == equal; }
 };
 
@@ -151,7 +151,7 @@ __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockG
   return room.found;  // between this read and the next call's write, every caller has a barrier
 }
 
-// Finds the first digit. The quota decides how many keys to keep, from the number of keys other than kAbsent. If the
+// Finds the first digit. From the number of keys that are not kAbsent, the quota computes how many keys to keep. If the
 // counts include kAbsent, `absent` must be the count of the lowest bin, which has no other keys.
 template <bool kClear = false, class Bin, class Count>
 __device__ Found<Count> find_first_digit(Bin* counts, const Digit& digit, const Quota& quota, const BlockGroup& block,

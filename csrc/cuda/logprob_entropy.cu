@@ -17,7 +17,7 @@
 //   … in half precision        narrow_gradients  as above                                -> front half of logits
 //
 // For a tile, the kernels read and write `states` instead of writing outputs and keys. With a sampling mask,
-// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the others.
+// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the dense rows.
 #include "kept_logits.h"
 
 namespace d3s {
@@ -25,8 +25,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-// Three blocks have 1,536 threads, each with 64 bytes in flight: three times what is needed to hide the memory latency.
-// The code for misaligned rows takes more registers, so only two blocks fit.
+// Three blocks have 1,536 threads, and each thread has 64 bytes in flight. This is three times as much as is needed to
+// hide the memory latency. The code for misaligned rows takes more registers, so only two of its blocks fit.
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
@@ -44,9 +44,9 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   constexpr int kShare = kStride<T> / kWarps;    // 2 KB of neighbouring elements
   constexpr int kApart = kWarp * kPerVector<T>;  // from one vector of a lane to the lane's next vector
   constexpr int kReach =
-      kApart * (kInFlight - 1) + kPerVector<T>;  // the length of the range that a lane's vectors span
-  // `own` is the index of the lane's first element, `ahead` elements after the warp's first element. `end` is also
-  // moved by `ahead`, so that all lanes of a warp leave the loop in the same iteration.
+      kApart * (kInFlight - 1) + kPerVector<T>;  // the length of the range that contains a lane's vectors
+  // `own` is the index of the lane's first element, which is `ahead` elements after the warp's first element. `end` is
+  // moved by `ahead` too, so that all lanes of a warp leave the loop in the same iteration.
   const int ahead = lane * kPerVector<T>;
   const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
@@ -152,7 +152,7 @@ __global__ void merge_slices(const __grid_constant__ LogitsRows rows, const Soft
   finish_row<T>(rows, row, state, sink);
 }
 
-// Whether every row begins at a multiple of 16 bytes.
+// Returns whether every row begins at a multiple of 16 bytes.
 template <class T>
 bool is_aligned(const void* values, const RowLayout& layout) {
   if (misalignment(values) != 0) return false;
@@ -185,8 +185,8 @@ void require_columns(int64_t columns) {
 
 void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
-  // If the rows do not fill the GPU twice, one block for each row would leave some multiprocessors idle, from the start
-  // or while the last rows finish.
+  // If more than half of the rows fit on the GPU at the same time, one block for each row would leave some
+  // multiprocessors without work: either from the start, or while the last rows finish.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
   dispatch_rows(rows, [&](auto tag, auto aligned) {
@@ -258,8 +258,8 @@ __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
   return vector_of<T>(g);
 }
 
-// Loads the vector at p. If the gradient overwrites the logits, both have the same alignment, so `shift` is 0. Then
-// each vector is read only by the thread that later writes it.
+// Loads the vector at p; `shift` is the misalignment of p. If the gradient overwrites the logits, the gradient and the
+// logits have the same alignment, so `shift` is 0. Then each vector is read only by the thread that later writes it.
 template <class T>
 __device__ uint4 load_logits(const T* p, int shift) {
   const auto* from = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(p) - shift);
@@ -290,8 +290,8 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
   for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  // The thread whose vector contains the label writes the label's gradient again at the end. It reads the label's logit
-  // here, since the loop may overwrite the logit.
+  // At the end, the thread whose vector contains the label writes the label's gradient again. The thread reads the
+  // label's logit here, since the loop may overwrite this logit.
   const int at = label - first_whole;
   const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
   T* const label_place = has_label ? gradient + label : nullptr;
@@ -331,7 +331,7 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
 }
 
 // Six blocks fit on a multiprocessor, with 40 registers for each thread. While some blocks wait for a row's statistics,
-// the others keep the memory busy. The code for misaligned rows needs 48 registers, so only five blocks fit.
+// the other blocks keep the memory busy. The code for misaligned rows needs 48 registers, so only five blocks fit.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,

@@ -2,9 +2,10 @@
 // the values, try every split (the first i and the last k - i values), and mark the values of the best split.
 //
 // If the host knows a bound on the lengths, the bound decides how segments are sorted. Up to 128 values, some lanes of
-// a warp sort each segment in registers. Up to 4,096 values, a block sorts each segment in shared memory. Both take a
-// single launch. Beyond that, all segments are sorted together (segment_sort.h), and then blocks try the splits
-// (max_variance_stretches.h). Without a bound, warps handle segments of up to 128 values, and blocks handle the others.
+// a warp sort each segment in registers. Up to 4,096 values, a block sorts each segment in shared memory. Each of these
+// two ways takes a single launch. Beyond 4,096 values, all segments are sorted together (segment_sort.h), and then
+// blocks try the splits (max_variance_stretches.h). Without a bound, warps handle segments of up to 128 values, and
+// blocks handle longer segments.
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (groups)    select_groups       values, mask        -> out
@@ -112,9 +113,9 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// Writes the index and the entry of each value: the segment in the high bits, and the value's key in the low bits. If
-// there is only one segment, CUB sorts by the key's bits only, in as many launches as for 32-bit keys. This kernel also
-// sets `finished` to 0, which saves a launch.
+// Writes the index and the entry of each value. The entry has the segment in its high bits, and the value's key in its
+// low bits. If there is only one segment, CUB sorts by the key's bits only, in as many launches as for 32-bit keys.
+// This kernel also sets `finished` to 0, which saves a launch.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices, uint32_t* finished) {
@@ -170,7 +171,7 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
 
 constexpr int64_t kWarpSegment = 32 * kPerLane;
 // The longest segment that a block sorts. Its 32 KB of entries fit in the default amount of shared memory. For 16,384
-// entries, a block would need 105 steps of some 2,000 cycles each, much more time than a sort by many blocks.
+// entries, a block would need 105 steps of some 2,000 cycles each. A sort by many blocks takes much less time.
 constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }

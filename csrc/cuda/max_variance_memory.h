@@ -21,11 +21,11 @@ namespace {  // internal linkage, like Moments
 // One thread's share of the moments of splits.
 struct SplitSums {
   Moments high;   // over the thread's keys among the last k keys
-  Moments moved;  // the changes that the thread's exchanges cause, between two splits
+  Moments moved;  // how the thread's exchanges change the moments, from one split to another
 };
 
-// A block as a group of threads. Between two barriers, it adds up not one but several values of each thread. This takes
-// no longer, since most of the time is spent waiting at barriers.
+// A block as a group of threads. Between two barriers, it adds up several values of each thread. This takes no longer
+// than adding up one value, since most of the time is spent waiting at barriers.
 struct SplitBlock : BlockGroup {
   static constexpr int kMostThreads = 512, kMostNumbers = 4;
   static constexpr int kSharedBytes =
@@ -97,7 +97,7 @@ __device__ inline SplitSums sum_of(const SplitSums& own, const SplitBlock& block
 }
 
 // Returns the sum of `start` over all threads, plus the sum of `moved` over the threads before this thread. Sets `end`
-// to the sum of `start` and of `moved` over all threads.
+// to the sum of `start` plus `moved` over all threads.
 template <class Group>
 __device__ Moments running_sum(const Moments& start, const Moments& moved, Moments& end, const Group& group) {
   const Moments first = {group.reduce(start.sum, Sum()), group.reduce(start.square, Sum())};
@@ -205,7 +205,8 @@ __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   return group.reduce(chosen, Max());
 }
 
-// Whether no splits need to be tried: all values are kept, or only the lowest value, since one value has no variance.
+// Returns whether no splits need to be tried. This is so if all values are kept, or if at most one value is kept. One
+// value has no variance, so the lowest value is then kept.
 D3S_HOST_DEVICE bool keeps_lowest(int64_t usable, int64_t keep) { return usable <= keep || keep <= 1; }
 D3S_HOST_DEVICE Ends lowest(int64_t usable, int64_t keep) { return {usable < keep ? usable : keep, 0, usable}; }
 

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int kStretchThreads = 256;
 constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
-// For segments below this length, a stretch is one round. For longer segments, a stretch is several rounds. So there
-// are at most about 4,000 stretches. More would take too long, since each block adds up the sums of all stretches
-// before its own stretch.
+// The stretches of a segment below this length are one round long. For longer segments, a stretch is several rounds. So
+// there are at most about 4,000 stretches. More stretches would take too long, since each block adds up the sums of all
+// stretches before its own stretch.
 constexpr int kMostOfOneRound = 1 << 22;
 
 struct SortedSegments {
@@ -145,8 +145,8 @@ __device__ inline double find_spreads(const SortedSegments& all, const Stretch& 
   return largest(best, block);
 }
 
-// The last block of a segment to finish chooses the segment's split. This block reads only the spreads of one stretch:
-// the last stretch with a spread that is treated as equal to the best spread.
+// The block of a segment that finishes last chooses the split of the segment. This block reads only the spreads of one
+// stretch: the last stretch with a spread that counts as equal to the best spread.
 __global__ void __launch_bounds__(kStretchThreads, 2) find_sorted_ends(const __grid_constant__ SortedSegments all) {
   const SplitBlock block(dynamic_shared<unsigned char>());
   const Stretch stretch(all);

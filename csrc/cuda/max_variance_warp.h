@@ -109,7 +109,7 @@ struct Lanes {
 
   // ---- sort ------------------------------------------------------------------------------------------------------
 
-  // Compares each key with the key whose position differs in the bits of `flip`, and puts the smaller key first.
+  // Compares the keys at positions i and i ^ flip, for each position i, and puts the smaller key first.
   __device__ void exchange(uint32_t (&keys)[kPerLane], int flip, int highest_bit) const {
     uint32_t others[kPerLane];
     const int lanes = flip / kPerLane;
@@ -137,8 +137,8 @@ struct Lanes {
   // ---- splits ----------------------------------------------------------------------------------------------------
 
   // Returns how many of the k kept keys come from the low end of n sorted keys, if n > k > 1. A lane tries split i for
-  // each position i of its own keys. Split i has the keys at positions below i. For each position from i to k - 1, it
-  // also has the position's partner: the key that is n - k positions later.
+  // each position i of its own keys. Split i has the keys at positions below i. For each position from i to k - 1,
+  // split i also has the position's partner: the key that is n - k positions later.
   __device__ int best_split(const uint32_t (&sorted)[kPerLane], int n, int k) const {
     const double shift = order_key_value(at(sorted, n / 2)), count = k;
     uint32_t partners[kPerLane];

@@ -1,7 +1,7 @@
 // The kernels of importance_ratio, entropy_groups and adaptive_clip. If the means of groups are needed, a block handles
-// a whole sequence: it computes the sum of each group, and then writes a value for each token. Ragged sequences, or a
-// few long sequences, take two launches, in which each warp handles 1,024 tokens, regardless of where sequences begin.
-// Sums are integers, so atomic additions give bitwise equal sums in any order.
+// a whole sequence: it computes the sum of each group, and then writes a value for each token. Ragged sequences, and
+// batches of a few long sequences, take two launches, in which each warp handles 1,024 tokens, regardless of where
+// sequences begin. Sums are integers, so atomic additions give bitwise equal sums in any order.
 //
 //   launch                      kernel                reads (and mask, group ids)              -> writes
 //   importance_ratio            whole_sequences       logprob and old_logprob                  -> out
@@ -24,7 +24,7 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kStretch = 1024;  // tokens of a warp: enough warps for a small batch, few atomics for a large batch
+constexpr int64_t kStretch = 1024;  // tokens of a warp; small batches then get enough warps, and large ones few atomics
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
 constexpr int kVector = 4;          // tokens: 16 bytes of floats, 4 bytes of the mask
 constexpr int kOwnGroups = 4;       // the number of groups for which a thread has its own sums; more groups are rare
@@ -76,7 +76,8 @@ __device__ __forceinline__ void store(int8_t* p, uint32_t bytes) {
     *reinterpret_cast<uint32_t*>(p) = bytes;
 }
 
-// Whether kVector tokens can be loaded or stored together at each multiple of kVector. True if p is null.
+// Returns whether kVector tokens can be loaded or stored together at each multiple of kVector. If p is null, returns
+// true.
 template <class T>
 bool has_vectors(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (kVector * sizeof(T)) == 0;
@@ -90,7 +91,8 @@ struct Part {
 
 // Calls body(width, first, step, end) for this thread's tokens. Each call covers up to kInFlight vectors. Vector j has
 // the `width` tokens from index first + j * step on, and exists if this index is below `end`. `width` is kVector for
-// whole vectors. It is 1 before and after them, and everywhere if `vectors` is false.
+// whole vectors. `width` is 1 for the tokens before and after the whole vectors. If `vectors` is false, `width` is
+// always 1.
 template <class Body>
 __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const Body& body) {
   const auto each = [&](auto width, int64_t begin, int64_t end) {
@@ -114,7 +116,8 @@ struct Tokens {
   uint32_t present = 0, ids = 0;  // a byte for each token
 
   __device__ __forceinline__ bool has(int k) const { return (present & 0xffu << 8 * k) && !(ids & 0x80u << 8 * k); }
-  // Returns the group ids of the tokens. If a token is masked out or in no group, `none` replaces its id.
+  // Returns the group ids of the tokens. If a token is masked out or in no group, the result has `none` instead of its
+  // id.
   __device__ __forceinline__ uint32_t groups(uint32_t none) const {
     const uint32_t some = ((present & 0x7f * kEach) + 0x7f * kEach) | present;  // the highest bit of each byte
     const uint32_t absent = ((~some | ids) & 0x80 * kEach) / 0x80 * 0xff;
@@ -191,8 +194,8 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
 }
 
 // A thread adds up its terms of a group in one 64-bit word. The lower 52 bits have the sum of the terms, in the units
-// of exact_sum.h, and the upper 12 bits their count. A thread has at most 2,050 terms, since a part has at most kLong
-// tokens. There is room for 4,095: their sum is below 2^50 units.
+// of exact_sum.h. The upper 12 bits have the number of terms. A part has at most kLong tokens, so a thread has at most
+// 2,050 terms. The word has room for 4,095 terms, whose sum is below 2^50 units.
 constexpr int kUnitBits = 52;
 constexpr int64_t kLong = int64_t{1} << 19;
 

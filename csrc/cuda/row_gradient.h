@@ -29,7 +29,8 @@ struct RowGradient {
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 
  private:
-  // Returns e * on_line; 0 if e is 0 (a logit of -inf), even if on_line is infinite. If e is NaN, the result is NaN.
+  // Returns e * on_line. For a logit of -inf, e is 0, and the result is 0, even if on_line is infinite. If e is NaN,
+  // the result is NaN.
   __device__ static float product(float e, float on_line) { return e > 0.f ? e * on_line : e; }
 };
 

@@ -35,10 +35,10 @@ inline void require_places(int64_t scores) {
 // The number of vectors of four scores (`four` in names) that a thread loads before it uses the first vector.
 constexpr int kFoursInFlight = 2;
 
-// Loads scores and computes their keys. Vectors must begin at position `origin`, or a multiple of 4 positions from
-// there. If such vectors are aligned, each is loaded with one instruction. kLookUp matters only for per-sequence
-// advantages: if true, the sequence of each position is looked up; if false, all positions are in one sequence.
-// kAtOnce: there are no per-token advantages, and the loads of scores and mask do not wait for each other.
+// Loads scores and computes their keys. The first position of a vector must be `origin` plus a multiple of 4. If such
+// vectors are aligned, each is loaded with one instruction. kLookUp matters only for per-sequence advantages. If
+// kLookUp is true, the sequence of each position is looked up; if false, all positions are in one sequence. If kAtOnce
+// is true, there are no per-token advantages, and the loads of scores and mask do not wait for each other.
 template <bool kLookUp, bool kAtOnce = false>
 class ScoreKeys {
  public:
@@ -120,7 +120,7 @@ class ScoreKeys {
 
     __device__ int place(int j) const { return first + j * stride; }
     __device__ bool has(int j, int i) const { return place(j) + i >= begin && place(j) + i < end; }
-    // Whether each of the vectors i to j is loaded with one instruction.
+    // Returns whether each of the vectors i to j is loaded with one instruction.
     __device__ bool whole(int i, int j) const { return aligned && place(i) >= begin && place(j) + 4 <= end; }
     __device__ bool whole(int j) const { return whole(j, j); }
   };
@@ -160,8 +160,8 @@ class ScoreKeys {
     }
   }
 
-  // Computes the keys as if no value were NaN, and corrects them if a value is NaN, which is rare. The test for NaN
-  // takes one instruction for two values.
+  // Computes the keys as if no value were NaN. Then corrects the keys if a value is NaN, which is rare. The test for
+  // NaN takes one instruction for two values.
   template <int kCount>
   __device__ static void keys_of_numbers(const float (&values)[kCount][4], uint4 (&keys)[kCount]) {
     bool numbers = true;
@@ -264,7 +264,7 @@ class ScoreKeys {
     int end = -1;
   };
 
-  // This is not inlined, since it would be a large part of each kernel's code.
+  // This function is not inlined, since it would be a large part of each kernel's code.
   __device__ D3S_NOINLINE static Sequence sequence_at(const Scores& scores, int position) {
     const Segments& sequences = scores.sequences;
     const int64_t at = sequences.count > 0 ? sequences.find(position) : 0;

@@ -34,9 +34,9 @@ __device__ __forceinline__ Entry warp_sorted(Entry own) {
   return own;
 }
 
-// Each warp sorts 32 entries. Then each thread counts the smaller entries of every warp by binary searches, which gives
-// the position of its own entry. The searches run step by step together. Past the end, entries have the largest
-// possible value.
+// Each warp sorts 32 entries. Then each thread finds, by binary searches, how many entries of each warp are smaller
+// than its own entry. The sum of these numbers is the position of its own entry. The searches go step by step together.
+// Past the end, entries have the largest possible value.
 __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n, Entry* runs) {
   Entry* of_warps = dynamic_shared<Entry>();
   const int begin = static_cast<int>(blockIdx.x) * kRun, rank = static_cast<int>(threadIdx.x), i = begin + rank;
@@ -57,9 +57,10 @@ __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n
   if (place < min(kRun, n - begin)) runs[begin + place] = own;
 }
 
-// Each thread counts the smaller entries of kMerged runs by binary searches, which gives the position of its own entry.
-// The searches run step by step together, so that kMerged loads are in flight. This needs 74 registers, which nvcc uses
-// only because the launch bounds ask for no more than three blocks.
+// Each thread finds, by binary searches, how many entries of each run are smaller than its own entry. The sum of these
+// numbers is the position of its own entry. The searches in kMerged runs go step by step together, so that kMerged
+// loads are in flight. A thread needs 74 registers for this. nvcc uses so many only because the launch bounds ask for
+// no more than three blocks.
 template <bool kLast>
 __global__ void __launch_bounds__(kMergeThreads, 3)
     merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {

@@ -13,8 +13,8 @@ struct SortedEntries {
 };
 
 // Sorts `n` entries by their lowest `bits` bits, and moves the indices with the entries. The higher bits of the entries
-// must be 0, and `indices` must be 0, 1, ... The sort is stable. It may overwrite all four arrays, and returns the two
-// arrays that contain the result.
+// must be 0, and `indices` must be 0, 1, ... The sort is stable. The function may overwrite all four arrays, and
+// returns the two arrays that contain the result.
 SortedEntries sort_entries(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
                            int64_t n, int bits, Device& device);
 

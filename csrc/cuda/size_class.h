@@ -14,7 +14,7 @@ struct SizeClass {
   D3S_HOST_DEVICE bool has(int64_t length) const { return length >= shortest && length <= longest; }
 };
 
-// Whether `longest` is a useful bound on the lengths. If the caller gave no bound, `longest` equals `values`.
+// Returns whether `longest` is a useful bound on the lengths. If the caller gave no bound, `longest` equals `values`.
 inline bool lengths_are_bounded(const Segments& segments, int64_t longest, int64_t values) {
   return !segments.ragged() || longest < values || segments.count == 1;
 }

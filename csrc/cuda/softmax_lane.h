@@ -9,12 +9,13 @@
 
 namespace d3s {
 
-// A distance d for which 2^d is 0 in float32. It replaces the distance of a -inf logit, since -inf * 0 would be NaN. A
-// NaN logit still reaches the sums, through e.
+// A distance d for which 2^d is 0 in float32. For a -inf logit, the distance is -inf and e is 0, and their product
+// would be NaN. So distances below this value are raised to this value before they are multiplied by e. For a NaN
+// logit, e is NaN, so the sums still become NaN.
 constexpr float kLowestDistance = -200.f;
 
 // The softmax state of one thread. The terms of eight elements are added up in order, and then their sum is added to
-// the total. In one long sum, the rounding errors would all have the same sign if most logits were equal. Packed
+// the total. If most logits were equal, the rounding errors in one long sum would all have the same sign. Packed
 // arithmetic (Pair) is used for the distances of two neighbouring elements, and for the two terms of an element. Even
 // and odd elements never have separate sums. So the results are bitwise equal with and without packed arithmetic.
 struct LaneState {
@@ -59,8 +60,8 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  // Adds the terms of two elements to a sum. If the sum `begins` with them, the first element's terms are stored
-  // instead of added to 0, which saves an instruction.
+  // Adds the terms of two elements to the sum `to`. If `begins` is true, the sum begins with these elements: the terms
+  // of the first element are then stored instead of added to 0, which saves an instruction.
   __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale, bool begins) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};

@@ -1,11 +1,13 @@
-// topk_mask and select_tokens: select the k largest scores of each segment. Of equal scores, lower indices come first.
+// topk_mask and select_tokens: select the k largest scores of each segment. Among equal scores, lower indices are
+// selected first.
 //
 // If the keys of a segment fit in the shared memory of a block, one block handles the segment, in one launch. The block
 // reads the scores once; all later passes read only the keys. If all segments have the same length of at most 8,192
-// scores, the keys are in registers instead (held_keys.h), and one warp handles a segment of at most 1,024 scores.
-// Longer segments are cut into pieces (topk_pieces.h). With offsets but no bound on the lengths, both kinds of kernels
-// are launched, for short and for long segments. Each kind skips the segments of the other kind. If a segment is longer
-// than the caller declared, its block keeps the keys in global memory. This is slower, but correct.
+// scores, most calls hold the keys in registers instead (held_keys.h), and one warp handles a segment of at most 1,024
+// scores. Segments that do not fit in shared memory are cut into pieces (topk_pieces.h). With offsets but no bound on
+// the lengths, the kernels for short segments and the kernels for long segments are launched. Each of these kernels
+// skips the segments that it is not for. If a segment is longer than the caller declared, its block keeps the keys in
+// global memory. This is slower, but correct.
 //
 //   launch             kernel            reads     -> writes
 //   topk_mask          select_segments   scores    -> mask, count, threshold
@@ -38,9 +40,9 @@ __device__ __forceinline__ void write_found(const Row& row, const Found<int>& fo
   if (group.rank == 0) write_selected(outputs, segment, found.k, kept);
 }
 
-// kLookUp: a segment contains several sequences (a pooled batch), so the sequence of each score is looked up. kSpill:
-// some keys may be in global memory; if false, the compiler knows that all keys are in shared memory. kInFlight: the
-// number of vectors of four scores that a thread loads before it uses the first vector.
+// If kLookUp is true, a segment contains several sequences (a pooled batch), so the sequence of each score is looked
+// up. If kSpill is true, some keys may be in global memory. If kSpill is false, the compiler knows that all keys are in
+// shared memory. kInFlight is the number of vectors of four scores that a thread loads before it uses the first vector.
 template <bool kLookUp, bool kSpill, int kInFlight = kFoursInFlight>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota,
@@ -167,17 +169,18 @@ bool select_held_by(const Scores& scores, const Quota& quota, const Segments& se
 constexpr int64_t kSizes[] = {2048, 8192, INT64_MAX};
 
 // Returns the number of threads in a block. A multiprocessor gets as many blocks as its shared memory can hold, and
-// these blocks get as many threads as its registers allow. For example, an H100 has shared memory for five blocks of
-// 8,192 scores, and then 48 registers for each thread. A block has at least four warps, since the work on histograms
-// does not depend on the number of scores.
+// these blocks get as many threads as the registers of the multiprocessor allow. For example, an H100 has shared memory
+// for five blocks of 8,192 scores, and then 48 registers for each thread. A block has at least four warps, since the
+// work on histograms does not depend on the number of scores.
 int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
 
 // A thread has four vectors in flight if the segment has at least four vectors for each thread; in shorter segments,
 // some loads would contain no scores. With four vectors, a thread needs 60 registers, so only four blocks of 256
-// threads share a multiprocessor, but the kernel is faster. For larger blocks, it is not faster: for example, only one
-// block of 1,024 threads fits on a multiprocessor, with two vectors as well as with four.
+// threads share a multiprocessor. Even so, the kernel is faster than with two vectors. Larger blocks are not faster
+// with four vectors: for example, only one block of 1,024 threads fits on a multiprocessor, with two vectors or with
+// four.
 constexpr int kManyInFlight = 4, kFewThreads = 256;
 
 bool same(const Segments& a, const Segments& b) {

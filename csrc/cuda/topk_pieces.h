@@ -1,8 +1,9 @@
 // Top-K selection in segments that are too long for one block. The scores of all segments together are cut into pieces
 // of equal length, so the host need not know the lengths of the segments. Each pass is a separate launch, so that no
 // block waits for another block. The scores are read twice. The second pass knows the first digit of the k-th largest
-// key, so it decides all keys except those with the same first digit, mostly a few percent. It copies the undecided
-// keys and their positions; the later passes read only these copies.
+// key, so it decides which keys are kept, except for the keys with the same first digit. These undecided keys are
+// mostly a few percent of all keys. The second pass copies the undecided keys and their positions; the later passes
+// read only these copies.
 //
 //   launch                       kernel             reads                                 -> writes
 //   topk_mask (first digit)      count_first        scores                                -> histograms[0]
@@ -29,7 +30,7 @@ struct Selection {
   SelectionOutputs outputs;
 };
 
-// The state of the search in one long segment, shared by all blocks with a piece of the segment.
+// The state of the search in one long segment, shared by all blocks that have a part of the segment.
 struct alignas(16) Progress {
   uint32_t histograms[kDigits][kBins];
   Found<int> found[kDigits];
@@ -50,8 +51,8 @@ struct Pieces {
   int values, length;  // the number of scores in all segments together, and in a piece
   int longer_than;     // segments of at most this length are left to other launches
   // If false, progress[] has one slot for each segment. If true, progress[] has one slot for every longer_than + 1
-  // scores, and a long segment uses the slot of its first score, which no other long segment uses. True if there are
-  // more segments than there can be long segments.
+  // scores, and a long segment uses the slot of its first score, which no other long segment uses. It is true if there
+  // are more segments than there can be long segments.
   bool slot_by_begin;
   Progress* progress;
   Rest rest;
@@ -64,7 +65,8 @@ struct Part {
   int segment;
   int first_piece, last_piece;  // the pieces with the first and the last score of the segment
   int begin, end;
-  // The index among all parts. Each piece has two such indices, the second for a part without the piece's first score.
+  // The index of this part among all parts. Each piece has two such indices. The second index is for a part that does
+  // not contain the first score of the piece.
   int number;
   int slot;  // the index in progress[]
 
@@ -161,7 +163,8 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room.histogram, block);
     const int origin = part.begin / 4 * 4;
-    // The default of two vectors is for select_segments, where most segments are too short for four.
+    // A thread loads four vectors here before it uses the first. The default of two vectors is for select_segments,
+    // where most segments are too short for four.
     for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
                   [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();

@@ -22,7 +22,7 @@ D3S_HOST_DEVICE uint32_t bits_of(float16 value) { return value.bits; }
 // Returns the address modulo 16.
 D3S_HOST_DEVICE int misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
 
-// The number of elements from p to the next address that is a multiple of 16.
+// Returns the number of elements from p to the next address that is a multiple of 16.
 template <class T>
 D3S_HOST_DEVICE int elements_to_vector(const T* p) {
   return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
@@ -49,9 +49,9 @@ class RowReader {
   __device__ RowReader(const T* row, int columns)
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
-  // Whether the `count` elements from `begin` on are in the row. In a misaligned row, whole() also reads some of their
-  // neighbours, and these must be in the row too. One side of the comparison is `begin` alone, so that the other side
-  // is computed once, before the loop.
+  // Returns whether the `count` elements from `begin` on are in the row. In a misaligned row, whole() also reads
+  // neighbouring elements, which must be in the row too. One side of the comparison is `begin` alone, so that the other
+  // side is computed once, before the loop.
   __device__ bool inside(int begin, int count) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
     return (kAligned || begin >= margin) && begin <= columns_ - margin - count;

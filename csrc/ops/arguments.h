@@ -11,7 +11,7 @@ namespace d3s {
 
 // ---- arguments of a schema that belong together ------------------------------------------------------------------
 
-// A number, or the 0-d tensor that replaces the number.
+// A number that is passed in either as `number` or as the 0-d tensor `tensor`.
 template <class Number>
 struct NumberOrTensor {
   std::optional<Number> number;
@@ -20,25 +20,27 @@ struct NumberOrTensor {
 using RatioArgument = NumberOrTensor<double>;
 using KeepArgument = NumberOrTensor<int64_t>;
 
-// One temperature for all rows, or the tensor that replaces it: 0-d, or with one temperature for each row.
+// If `tensor` is not set, `number` is the temperature of all rows. If `tensor` is set, it is used instead of `number`,
+// and is 0-d or has one temperature for each row.
 struct TemperatureArgument {
   double number = 1.0;
   OptionalTensor tensor;
 };
 
-// The segments of some values. If `pooled` is true, an op selects from all segments together.
+// The segments that an op selects from. If `pooled` is true, the op selects from all of them together.
 struct SegmentsArgument {
   OptionalTensor offsets;
   OptionalInt max_segment;  // an upper bound on the length of a segment
   bool pooled;
 };
 
-// The columns of logits are consecutive tokens from `first_token` on or, if it is not set, the whole vocabulary.
+// Tells which tokens the columns of logits are: consecutive tokens from `first_token` on. If `first_token` is not set,
+// the columns are the whole vocabulary.
 struct Tile {
   OptionalInt first_token;
 };
 
-// The gradients of the results, the logits, and the other tensors from which the gradient of the logits is computed.
+// The logits, the gradients of the results, and the other tensors from which the gradient of the logits is computed.
 struct GradientArguments {
   OptionalTensor grad_logprob, grad_entropy;
   Tensor logits;
@@ -87,7 +89,7 @@ class LogitsArgument {
   void set_mask(const OptionalTensor& mask);
   void set_spans(const SamplingMask& sampling_mask);  // call it after set_labels and set_mask
 
-  int64_t dims;  // the number of leading dimensions of the logits; each index into them is a row
+  int64_t dims;  // the number of leading dimensions of the logits; each index into these dimensions is a row
   LogitsRows rows;
 
  private:
@@ -121,7 +123,8 @@ class CheckedGradients {
 Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
-// Returns the number of values to keep, which must be at least 1. If it is a 0-d tensor, kernels read it on the device.
+// Returns the number of values to keep, which must be at least 1. If the number is in a 0-d tensor, kernels read it on
+// the device.
 Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like);
 
 // Returns the quota of an op that takes either a ratio or `k`.
@@ -152,8 +155,8 @@ struct PooledSegments {
   int64_t together = 1;  // how many given segments one selected segment contains
 };
 
-// Returns whether there is one advantage for all tokens, for each sequence, or for each token. A shape that fits both
-// sequences and tokens means one for each token.
+// Returns whether there is one advantage for all tokens, for each sequence, or for each token. If the shape of
+// `advantages` fits both sequences and tokens, there is one advantage for each token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
 
 }  // namespace d3s

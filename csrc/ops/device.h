@@ -1,4 +1,4 @@
-// The device that an op runs on. The class does not depend on torch, since the .cu files use it.
+// The device that an op runs on. The class does not depend on torch, since the .cu files use this class.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace d3s {
 class Device {
  public:
   virtual ~Device() = default;
-  // Allocates memory on the device. The memory stays valid until the op returns or, on a GPU, until the kernels that
-  // the op launched have run.
+  // Allocates memory on the device. On a CPU, the memory stays valid until the op returns. On a GPU, it stays valid
+  // until the kernels that the op launched have run.
   virtual void* scratch(int64_t bytes) = 0;
 
   template <class T>

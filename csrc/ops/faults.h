@@ -1,13 +1,13 @@
-// Reports invalid values on a GPU, where a check before the op would cause a host sync. A kernel that reads an invalid
-// value writes NaN or selects nothing, and sets a byte in host memory. d3s_kernels/_dispatch/faults.py reads the bytes
-// before the next op, and warns. Nothing here depends on torch.
+// Reports invalid values of tensors on a GPU, since checking these values before the op would cause a host sync. A
+// kernel that reads an invalid value writes NaN or selects nothing, and sets a byte in host memory. Before the next op,
+// d3s_kernels/_dispatch/faults.py reads these bytes, and warns if a byte is set. Nothing here depends on torch.
 #pragma once
 
 #include "../core/macros.h"
 
 namespace d3s {
 
-// d3s_kernels/_dispatch/faults.py has the messages, in the same order.
+// d3s_kernels/_dispatch/faults.py has the message of each fault, in the same order.
 enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSamplingMask, kDenseRows };
 constexpr int kFaultKinds = static_cast<int>(Fault::kDenseRows) + 1;
 
@@ -27,8 +27,8 @@ enum class PublicOp {
 };
 constexpr int kPublicOps = static_cast<int>(PublicOp::kAdaptiveClip) + 1;
 
-// The bytes of one op, one byte for each Fault. On a CPU, `of_op` is null, since values are checked before the kernels
-// run.
+// The bytes in which kernels note the faults of one op, one byte for each Fault. On a CPU, `of_op` is null, since
+// values are checked before the kernels run.
 struct Faults {
   unsigned char* of_op = nullptr;
 
@@ -37,7 +37,8 @@ struct Faults {
   }
 };
 
-// Returns the bytes of an op. The bytes are in host memory that all GPUs of the process can write (cuda/faults.cu).
+// Returns the bytes of an op. All GPUs of the process can write to these bytes, which are in host memory
+// (cuda/faults.cu).
 Faults faults_of(PublicOp op);
 
 }  // namespace d3s

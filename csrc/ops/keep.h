@@ -16,8 +16,8 @@ struct Keep {
 
   D3S_HOST_DEVICE int64_t value() const { return on_device32 ? *on_device32 : on_device64 ? *on_device64 : number; }
 
-  // Returns how many values are kept in a segment of `values` values. A number on the device is not always checked. If
-  // it is below 1, nothing is kept.
+  // Returns how many values are kept in a segment of `values` values; for pooled segments, the result may exceed
+  // `values`. A number on the device may be unchecked: if it is below 1, nothing is kept.
   D3S_HOST_DEVICE int64_t of(int64_t values) const {
     const int64_t each = value();
     return each < 1 ? 0 : each < values ? each * times : values * times;

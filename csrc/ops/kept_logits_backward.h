@@ -6,12 +6,13 @@
 
 namespace d3s {
 
-// The results, from which sum_for_rows and add_for_tokens (kept_products.h) compute gradients.
+// The results. From them, sum_for_rows and add_for_tokens (kept_products.h) compute the gradients of the hidden states
+// and of the weight and bias.
 struct KeptGradientOutput {
-  float* grad = nullptr;      // for each place: the gradient of the product of a hidden state and a weight row
+  float* grad = nullptr;      // for each place: the gradient of its logit before the soft cap
   int32_t* rows = nullptr;    // for each place: the place's row, or -1 if the place has no gradient
   int32_t* tokens = nullptr;  // for each place: the column of the place's token
-  bool* undefined = nullptr;  // for each row: whether its gradient is NaN; if its span is bad, the row has no places
+  bool* undefined = nullptr;  // for each row: whether its gradient is NaN; a row with a bad span has no places
 };
 
 // Computes the gradient of kept logits (LogitsRows::kept_alone). If `softcap` is above 0, the gradient includes the

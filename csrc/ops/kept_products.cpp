@@ -46,7 +46,7 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   head.logits_type = float_type(logits_dtype);
   // The logits do not exist yet, so labels, mask and spans are checked against the rows of `hidden`.
   LogitsArgument argument(hidden, TemperatureArgument());
-  argument.rows.vocabulary = head.weight.rows;  // set_tile replaces it if the weight is a vocabulary shard
+  argument.rows.vocabulary = head.weight.rows;  // set_tile changes this if the weight is a vocabulary shard
   argument.set_tile(tile);
   argument.set_labels(labels);
   argument.set_mask(mask);

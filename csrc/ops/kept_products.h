@@ -1,8 +1,9 @@
-// Products with the weight rows of kept tokens in an LM head, implemented in cpu/ and cuda/. ops/kept_products.cpp has
-// checked the arguments. Nothing here depends on torch.
+// The matrix products of an LM head, computed only for kept tokens. They are implemented in cpu/ and cuda/.
+// ops/kept_products.cpp has checked the arguments. Nothing here depends on torch.
 //
 // A place is an index into a list of kept logits, and stands for a row and a token of the row's set. There is one place
-// for each id of the sampling mask, and then one for each row, since a label may join its row's set.
+// for each id of the sampling mask, and then one place for each row. The place of a row is for its label, which may
+// join the row's set.
 #pragma once
 
 #include "../core/float_bits.h"
@@ -71,15 +72,16 @@ struct KeptHead {
   LogitsRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
 
   D3S_HOST_DEVICE int64_t places() const { return rows.spans.count + hidden.rows; }
-  // Returns whether the row's set is a single token, so that no logit of the row is needed.
+  // Returns whether the row's set is a single token. If so, no logit of the row is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
     return span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);
   }
-  // Returns whether the row's label joins the row's set if the span does not contain the label.
+  // Returns whether the label of the row may join the set of the row. The label joins unless the span already contains
+  // it.
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
     return rows.spans.include_label && span.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
-  // Turns the product of a hidden state and a weight row into a logit, with the rounding steps of the dense head.
+  // Turns the product of a hidden state and a weight row into a logit. The rounding steps are those of the dense head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
     float z = rounded(product, logits_type);
     if (bias.values) z = rounded(z + bias[weight_row], logits_type);
@@ -91,9 +93,9 @@ struct KeptHead {
   }
 };
 
-// Writes the logit of each place. Writes -inf in four cases: the place belongs to no row; the token is in another
-// shard; the row is masked out; or the row's set is a single token. If unchecked offsets on a GPU are bad, all logits
-// are NaN.
+// Writes one logit for each place. The logit is -inf in four cases: the place belongs to no row; the token of the place
+// is in another shard; the row is masked out; or the set of the row is a single token. Offsets on a GPU may be
+// unchecked; if an offset is bad, all logits are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
@@ -103,20 +105,22 @@ struct KeptGradient {
   const int32_t* tokens = nullptr;  // the weight row of each place
   int64_t places = 0;
 
-  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so both are tested here.
+  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so the row and the token
+  // are tested here.
   D3S_HOST_DEVICE bool has(int64_t place, int64_t row_count, int64_t token_count) const {
     return rows[place] >= 0 && rows[place] < row_count && tokens[place] >= 0 && tokens[place] < token_count;
   }
 };
 
-// out[row] = the sum of grad * weight[token] over the row's places in `spans`, in order, and then the label's place.
-// Writes NaN to rows that are `undefined`, and nothing to rows with an empty span. `out` has the type of `weight`, or
-// float32.
+// out[row] = the sum of grad * weight[token] over the places of the row. The terms are added in the order of the places
+// in `spans`, and the place of the label comes last. If undefined[row] is true, out[row] becomes NaN. Otherwise, if the
+// span of the row is empty, out[row] is not written. `out` has the type of `weight`, or float32.
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 
-// out[token] += the sum of grad * hidden[row] over the token's places, in order. bias_out[token] += the sum of grad
-// over these places. `out` has the type of `hidden`, or float32, and may have no columns. bias_out may be null.
+// out[token] += the sum of grad * hidden[row] over the places of the token, added in the order of the places.
+// bias_out[token] += the sum of grad over these places. `out` has the type of `hidden`, or float32, and may have no
+// columns. bias_out may be null.
 void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);
 

@@ -1,4 +1,5 @@
-// Checks the arguments of logprob_entropy, its backward and their tile-by-tile forms, and allocates the results.
+// Checks the arguments of logprob_entropy, of its backward op, and of the ops that work tile by tile. Allocates the
+// results.
 #include "arguments.h"
 
 namespace d3s {
@@ -147,8 +148,8 @@ Tensor logprob_entropy_backward(const GradientArguments& given, const Temperatur
   return out;
 }
 
-// Returns the output of the in-place op: the logits themselves, or the front half of each row for a half-precision
-// gradient of float32 logits.
+// Returns where the in-place op writes the gradient: over the logits. If the logits are float32 and the gradient is in
+// half precision, the gradient fills only the front half of each row.
 GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
                                  const std::optional<ScalarType>& grad_dtype) {
   GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};

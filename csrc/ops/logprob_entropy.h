@@ -31,7 +31,7 @@ struct Temperatures {
   }
 };
 
-// The labels of rows; kNoTarget for a row without a label.
+// One label for each row; kNoTarget for a row without a label.
 struct Labels {
   const int64_t* labels64 = nullptr;  // at most one of labels64 and labels32 is set
   const int32_t* labels32 = nullptr;
@@ -56,11 +56,11 @@ struct LogitsRows {
   int64_t vocabulary = 0;  // the number of tokens; INT64_MAX for a tile, where the number is unknown
   Labels labels;
   Temperatures temperatures;
-  const bool* mask = nullptr;  // where it is false, the row is not read, and its results are 0
+  const bool* mask = nullptr;  // where the mask is false, the row is not read, and its results are 0
   Spans spans;
-  // If true, `logits` is one list that all rows share. It has only the kept logits of all rows; Spans::place says where
-  // those of a row are. layout.columns is then the number of tokens in the vocabulary or tile, and the results of rows
-  // with an empty span are 0.
+  // If true, `logits` is one list with the kept logits of all rows. Spans::place says where the logits of a row are in
+  // the list. layout.columns is then the number of tokens in the vocabulary or tile. The results of a row with an empty
+  // span are then 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
@@ -69,8 +69,8 @@ struct LogitsRows {
     const int64_t column = token - first_token;
     return column >= 0 && column < layout.columns ? column : -1;
   }
-  // These two functions return the index of the i-th kept token, or of the label, in the row of logits. The token must
-  // have a column.
+  // place() returns the index of the i-th kept token in the row of logits, and place_of_label() returns the index of
+  // the label. If kept_alone is true, these are indices into the list. The token or label must have a column.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const {
     return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
   }
@@ -114,8 +114,8 @@ struct RowGradients {
   }
 };
 
-// Where the gradient is written. A gradient with the dtype of the logits may overwrite the logits. A half-precision
-// gradient of float32 logits overwrites the front half of each row.
+// The memory to which the gradient is written. A gradient with the dtype of the logits may overwrite the logits. A
+// half-precision gradient of float32 logits overwrites the front half of each row.
 struct GradientOutput {
   void* gradient = nullptr;
   FloatType type = FloatType::kFloat32;
@@ -163,22 +163,24 @@ struct RowStates {
   }
 };
 
-// The order keys of |A| * H. Only a back-end with kMakesKeys = true writes them, together with the entropies.
+// The memory for the order keys of |A| * H. A back-end whose kMakesKeys is true writes the keys together with the
+// entropies. The other back-ends write no keys.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
 };
 extern const bool kMakesKeys;
 
-// Writes the statistics of all rows, and zeros for rows that are masked out. If there are more dense rows than
-// max_dense_rows, writes NaN for all unmasked rows, except that the log-probability of a row without a label is 0.
+// Writes the results of all rows; the results of a row that is masked out are 0. If there are more dense rows than
+// max_dense_rows, all results of the unmasked rows are NaN, with one exception: the log-probability of a row without a
+// label is 0.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
 // Writes the gradient of each row, or 0 if the row has no incoming gradient.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device);
 
 // Merges a tile into the states of the rows that are not masked out. For a row with a span, merges only the kept tokens
-// in the tile. If there are more dense rows than max_dense_rows, these states become NaN.
+// in the tile. If there are more dense rows than max_dense_rows, the states of all unmasked rows become NaN.
 void merge_tile(const LogitsRows& rows, RowState* states, Device& device);
 
 // Computes the results of rows from their finished states.

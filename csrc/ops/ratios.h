@@ -15,14 +15,14 @@ constexpr int kMostGroups = 16;  // the maximum number of groups in a sequence
 
 // Tells which tokens share a mean: either all tokens of a sequence, or the tokens of one group of the sequence.
 struct TokenGroups {
-  // These values replace a token's group: kNone if the token is in no group, kBad if its id is too large (ids on a GPU
-  // may be unchecked).
+  // Two special values instead of a token's group: kNone means that the token is in no group, and kBad means that its
+  // id is too large (ids on a GPU may be unchecked).
   static constexpr int kNone = -1, kBad = kMostGroups;
 
   Segments sequences;
   int64_t tokens = 0;
   const bool* mask = nullptr;
-  const int8_t* ids = nullptr;  // each token's group, or below 0 for no group; if null, each sequence is one group
+  const int8_t* ids = nullptr;  // each token's group; below 0: in no group; if null, each sequence is one group
   int each = 1;                 // the maximum number of groups in a sequence
 };
 
@@ -43,7 +43,7 @@ struct RatioGradient {
 
 void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device);
 
-// For each token, writes `scale` times the mean of the token's group.
+// For each token, writes `scale` times the mean of `values` over the token's group.
 void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device);
 
 // above[quantile][token] tells whether the token's entropy is above the quantile.

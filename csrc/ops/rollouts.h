@@ -48,8 +48,9 @@ D3S_HOST_DEVICE float number_of(T reward) {
   return to_float(reward);
 }
 
-// Returns the largest difference of rewards that count as equal, relative to max(largest |reward|, 1): about eight
-// rounding steps, or one step in half precision. TOLERANCE in d3s_kernels/_segments/segments.py has the same values.
+// Returns the tolerance for equal rewards. Rewards count as equal if they differ from each other by at most the
+// tolerance times max(largest |reward|, 1). The tolerance is about eight rounding steps of float64 or float32, but only
+// one rounding step of bfloat16 or float16. TOLERANCE in d3s_kernels/_segments/segments.py has the same values.
 constexpr double spread_tolerance(FloatType type) {
   switch (type) {
     case FloatType::kFloat64:
@@ -63,17 +64,17 @@ constexpr double spread_tolerance(FloatType type) {
   }
 }
 
-// Returns whether rewards between `lowest` and `highest` are equal except for rounding. If they are, all advantages are
-// set to 0, whatever eps is. Otherwise, rounding errors would be divided by their own standard deviation, and would
-// look like advantages. Infinite rewards never count as equal.
+// Returns whether rewards between `lowest` and `highest` are equal except for rounding. If they are equal, all
+// advantages are set to 0, whatever eps is. Without this rule, rounding errors would be divided by their own standard
+// deviation, and would look like advantages. Infinite rewards never count as equal.
 D3S_HOST_DEVICE bool without_spread(double lowest, double highest, double tolerance) {
   const double size = highest > -lowest ? highest : -lowest;  // the largest |reward|
   return size < INFINITY && highest - lowest <= tolerance * (size > 1.0 ? size : 1.0);
 }
 
-// Returns whether `squares`, the sum of the squared differences from the mean, already shows that the rewards are not
-// equal, as it does in most groups. Equal rewards differ from their mean by at most the tolerance plus the rounding
-// error of the mean.
+// Returns whether `squares`, the sum of the squared differences from the mean, is too large for equal rewards. This is
+// so in most groups, and then the lowest and the highest reward need not be found. Equal rewards differ from their mean
+// by at most the tolerance plus the rounding error of the mean.
 D3S_HOST_DEVICE bool far_apart(double mean, double squares, int64_t scored, double tolerance) {
   const double size = mean < -1.0 ? -mean : mean > 1.0 ? mean : 1.0, count = static_cast<double>(scored);
   const double far = 4.0 * (tolerance + count * DBL_EPSILON) * size;

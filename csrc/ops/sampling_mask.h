@@ -68,7 +68,8 @@ inline void require_offsets(const Tensor& offsets, int64_t rows, int64_t ids) {
     require_offsets(data<int64_t>(offsets), rows, ids);
 }
 
-// Throws for the first row whose span contains an id that is no token, contains an id twice, or lacks the row's label.
+// Throws an exception for the first bad row. A row is bad if its span contains an id that is no token, contains an id
+// twice or, without include_label, does not contain the label of the row.
 inline void require_spans(const Spans& spans, const Labels& labels, const bool* mask, int64_t rows,
                           int64_t vocabulary) {
   const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // for a tile, the size is unknown

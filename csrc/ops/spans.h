@@ -7,18 +7,19 @@
 
 namespace d3s {
 
-// The kept tokens of one row, out of the whole vocabulary, in any order. An empty span means all tokens.
+// The kept tokens of one row, out of the whole vocabulary, in any order. An empty span means that all tokens are kept.
 struct Span {
   const int32_t* tokens;
   int64_t size;  // below 0 if the row's offsets are bad: offsets on the device may be unchecked
 };
 
-// The tokens over which a row's log-probability and entropy are computed: the span and, if it joins, the label.
+// Describes the set of a row: the tokens over which the row's log-probability and entropy are computed. The set
+// consists of the tokens of the span and, if `label_joins` is true, the label.
 struct KeptSet {
   int64_t size;
   bool has_label;
   bool label_joins;  // the label is in the set but not in the span
-  bool bad;          // the offsets or a token are bad: the row's results are NaN
+  bool bad;          // the row's offsets or one of its tokens are bad, so its results are NaN
 
   // Returns whether the set is a single token. Then logprob, entropy and gradient are 0, and no logit is read.
   D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
@@ -45,8 +46,8 @@ struct Spans {
     const bool is_good = good(row);
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
-  // These two functions return places, the indices into a list of kept logits. The list has one place for each id, in
-  // the order of `tokens`, and then one place for each row, for a label that joins.
+  // These two functions return places: indices into a list of kept logits. The list has one place for each id, in the
+  // order of `tokens`, and then one place for each row. The place of a row is used if its label joins its set.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
@@ -66,8 +67,8 @@ struct Spans {
     return low < rows && offset(low) <= place ? low : -1;
   }
 
-  // Returns the set of a row. `label_found` tells whether the span contains the label, and `bad_token` whether it
-  // contains a bad token. A label below 0 is no token.
+  // Returns the set of a row. `label_found` tells whether the span contains the label, and `bad_token` tells whether
+  // the span contains a bad token. A label below 0 is no token, so it never joins the set.
   D3S_HOST_DEVICE KeptSet set_of(const Span& span, int64_t label, int64_t vocabulary, bool label_found,
                                  bool bad_token) const {
     const bool joins = include_label && !label_found && label >= 0 && label < vocabulary;

@@ -12,8 +12,8 @@
 
 namespace d3s {
 
-// The scores to select from: plain scores, or |A| * H with a token's advantage A and entropy H. |A| * H is computed
-// while the keys are made, and is never stored.
+// The scores to select from. A score is either a given value or, for a token with advantage A and entropy H, |A| * H.
+// |A| * H is computed while the keys are made, and is never stored.
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
@@ -38,7 +38,7 @@ struct Quota {
 
   D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
 
-  // Returns how many of `present` values are kept. A ratio on the device is not always checked. If it is not in (0, 1],
+  // Returns how many of `present` values are kept. A ratio on the device may be unchecked: if it is not in (0, 1],
   // nothing is kept.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {

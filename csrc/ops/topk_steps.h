@@ -21,14 +21,14 @@ void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device);
 
-// Finds the next digit of each search, from the counts added up over all ranks. At the first digit, the quota decides
-// how many keys to keep.
+// Finds the next digit of each search, from the counts added up over all ranks. At the first digit, also computes from
+// the quota how many keys to keep.
 void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
                   Device& device);
 
 struct KeyMaskOutputs {
   bool* mask = nullptr;
-  int64_t* zeros = nullptr;   // for each segment: how many of the k largest are dropped because their score is 0
+  int64_t* zeros = nullptr;   // for each segment: how many of the k largest keys are dropped because their score is 0
   int64_t* lowest = nullptr;  // for each segment: the lowest key that is kept, UINT32_MAX if none is kept
 };
 

@@ -1,4 +1,4 @@
-"""plan_rows, exchange_rows: move kept rows between ranks, so that every rank has the same number of kept rows."""
+"""Plans and makes moves of kept rows between ranks, so that every rank has the same number of kept rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
     """Plans which kept rows move to which rank, so that every rank ends with the same number of kept rows.
 
     As few rows as possible move. A rank that has too many rows keeps its first rows. Its surplus rows go to ranks that
-    have too few rows, in rank order of both senders and receivers. :func:`exchange_rows` then moves the rows.
+    have too few rows; both the senders and the receivers are taken in rank order. :func:`exchange_rows` then moves the
+    rows.
 
     All kept rows stay kept, so no variance is lost. In a benchmark with 8 prompts of 16 rollouts on each of 64 ranks,
     ``select_rollouts`` kept half of the rollouts. If rewards were 0 or 1, 12.5 % of the kept rollouts had to move; if
@@ -53,8 +54,8 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
     the row counts on the host.
 
     Args:
-        mask: bool or integer (True where it is not 0) ``[rows]``: which of this rank's rows are kept. Ranks may have
-            different numbers of rows, or none.
+        mask: bool, or integer (0 means False) ``[rows]``: which of this rank's rows are kept. Ranks may have different
+            numbers of rows, or none.
         process_group: the ranks: a ``torch.distributed`` process group, or a device mesh of one dimension.
         drop_last: if the number of kept rows is not a multiple of the number of ranks, leave out the remainder: the
             last rows of the last rank first.

@@ -84,8 +84,8 @@ def select_rollouts(
     *,
     call: str = "select_rollouts",
 ) -> Tensor:
-    """Computes the function that ``call`` names, select_rollouts or max_variance_select. Only max_variance_select uses
-    the layout's ``max_segment``.
+    """Computes either select_rollouts or max_variance_select: ``call`` is the name of the function. Only
+    max_variance_select uses the layout's ``max_segment``.
     """
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
@@ -116,7 +116,7 @@ def select_rollouts(
     groups_here = SegmentArguments(offsets).number_in(values)
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), groups_here, layout.max_rollouts)
     segments = everyones.segments(layout, "values")
-    if pooled:  # keeps `keep` times the number of groups; without groups, this number is 1
+    if pooled:  # keeps `each * groups` values in all; if there are no groups, `groups` is 1
         groups = everyones.numbers.sum().clamp(min=1) if whole else max(len(segments) - 2, 1)
         each = at_most(max(len(everyones.values), 1), number, tensor)
         number, tensor = None, torch.ones((), dtype=torch.int64, device=values.device) * each * groups

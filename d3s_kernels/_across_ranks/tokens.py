@@ -5,7 +5,7 @@ The k-th largest key over all ranks is found digit by digit. Each rank takes its
 so far, and counts them by their next digit. The counts are summed over the ranks. Keys that tie with the k-th largest
 key are kept in rank order, so each rank must know how many ties the lower ranks have. Thus the ranks exchange only
 counts, whose size does not depend on the number of tokens. With ``drop_zeros``, the ranks also exchange the lowest kept
-key of each segment; for cut sequences, also the lengths of the pieces.
+key of each segment. If sequences are cut between ranks, the ranks also exchange the lengths of the pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST = 2**31 - 1  # the largest int32
 
 # (shift, bits) of each digit. Each digit takes one collective. With few segments, there are three digits, with 16, 16
 # and 8 KB of counts for each segment. With many segments, bytes cost more than collectives, so there are four digits,
-# with 2 KB of counts for each segment.
+# with 2 KB of counts for each digit and segment.
 FEW_SEGMENTS = 16
 _LONG_DIGITS = (21, 11), (10, 11), (0, 10)
 _SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
@@ -151,12 +151,12 @@ def _pieces_and_weights(
     layout: Layout, offsets: Tensor, entropy: Tensor, advantages: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Returns offsets that cut this rank's tokens into pieces of the sequences, and the advantages of these tokens (or
-    one 0-d advantage for all tokens). One collective, with 24 bytes from each rank.
+    one 0-d advantage for all tokens). This takes one collective, with 24 bytes from each rank.
 
     If a rank has as many tokens as there are sequences, the shape of its advantages does not show whether they are per
     token or per sequence. So every rank sends two flags: whether its advantages can be per token, and whether they can
-    be per sequence. They are per sequence if this is possible on all ranks, and on at least one rank they cannot be per
-    token.
+    be per sequence. All ranks then take the advantages as per sequence if two conditions hold: on every rank they can
+    be per sequence, and on at least one rank they cannot be per token.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     number = advantages.shape[0] if advantages.dim() else -1
@@ -187,7 +187,7 @@ def gathers_counts(segments: int, ranks: int) -> bool:
 
 def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Top:
     """Selects the highest keys of segments that are spread over all ranks. This rank's pieces of the segments are the
-    rows of ``keys``, or the parts that ``offsets`` cut.
+    rows of ``keys``. With ``offsets``, they are the parts into which the offsets cut ``keys``.
 
     Returns the mask of this rank's keys, and two results for each segment over all ranks: how many keys are kept
     (int32, clamped to the largest int32), and the lowest kept score (float32, infinite if no key is kept).

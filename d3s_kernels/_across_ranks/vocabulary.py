@@ -71,8 +71,8 @@ def vocab_parallel_logprob_entropy(
             DTensor.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
             on all ranks.
-        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where the mask is False
-            are not read, and both of their results are 0.
+        mask: bool, or integer (0 means False) ``[...]``, the same on all ranks; rows where the mask is False are not
+            read, and both of their results are 0.
         sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, and the same on
             all ranks. Each rank reads the tokens of its shard. A token in no shard is ignored; with
             ``D3S_KERNELS_CHECK=1`` it raises an error.
@@ -174,8 +174,8 @@ def vocab_parallel_linear_logprob_entropy(
     ``weight_grad_into`` sharded like ``weight_shard``, and the rest replicated on these ranks.
 
     Args:
-        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need its gradient,
-            or none.
+        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need the gradient of
+            ``hidden``, or no rank needs it.
         weight_shard: ``[V_r, H]``, the rows of the weight for the ``V_r`` tokens from ``vocab_start`` on. It has the
             dtype of ``hidden``, or one of the two is float32 (see :func:`d3s_kernels.linear_logprob_entropy`). Ranks
             may have different numbers of tokens, or none. A DTensor must have ``Shard(0)`` on one dimension of its
@@ -185,13 +185,13 @@ def vocab_parallel_linear_logprob_entropy(
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
-        bias: ``[V_r]``, for the tokens of ``weight_shard``. The same dtypes are allowed as for ``weight_shard``. The
-            bias is ``-inf`` for a token that only pads the vocabulary.
+        bias: ``[V_r]``, for the tokens of ``weight_shard``. The same dtypes are allowed as for ``weight_shard``. Pass a
+            bias of ``-inf`` for a token that only pads the vocabulary.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before they are divided by the temperature (as
             in Gemma).
-        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where the mask is False
-            cost nothing, and both of their results are 0.
+        mask: bool, or integer (0 means False) ``[...]``, the same on all ranks; rows where the mask is False cost
+            nothing, and both of their results are 0.
         max_rows: the caller's bound on the number of rows that ``mask`` keeps. With a bound, the forward causes no host
             sync; if the bound is exceeded, all outputs are NaN.
         max_grad_rows: the caller's bound on the number of rows with a gradient. With a bound, the backward causes no
@@ -204,11 +204,11 @@ def vocab_parallel_linear_logprob_entropy(
             of ``weight_shard``, if hidden states, weight and bias share this dtype. Every backward **adds** the
             weight's gradient to this tensor, even a backward that asks only for other gradients. No backward zeroes the
             tensor. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
-            requires no gradient, nothing is added. Not under ``torch.compile``.
+            requires no gradient, nothing is added. Not supported under ``torch.compile``.
         sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary. Each rank
             computes the logits of the kept tokens in its shard. The ranks exchange 16 bytes for each row in the
-            forward, and H float32 values for each row in the backward. In addition, rows with an empty span are
-            exchanged as without a sampling mask.
+            forward, and H float32 values for each row in the backward. For rows with an empty span, the ranks also
+            exchange what they would exchange without a sampling mask.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
 
     Returns:
@@ -407,5 +407,7 @@ class ShardedArgument:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """Returns the dimension that the placement shards in rank order. Returns None for all other placements."""
+    """Returns the dimension that a ``Shard`` placement shards in rank order. Returns None for a placement of another
+    type.
+    """
     return placement.dim if type(placement) is DTensorShard else None

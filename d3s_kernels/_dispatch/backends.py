@@ -36,7 +36,7 @@ _OLDEST_TRITON = (3, 6)
 
 @cache
 def why_not(backend: str) -> str | None:
-    """The reason why this back-end does not run here, or None if it should run. The check launches nothing on a GPU."""
+    """Returns why this back-end does not run here, or None if it should run. The check launches nothing on a GPU."""
     if backend == "cuda":
         return why_not_cuda()
     return _why_not_triton() if backend == "triton" else None
@@ -55,7 +55,7 @@ def _why_not_triton() -> str | None:
 
 @cache
 def _interprets() -> bool:
-    """Whether Triton runs its kernels on CPU tensors."""
+    """Returns whether Triton runs its kernels on CPU tensors, in its interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1" and why_not("triton") is None
 
 
@@ -101,7 +101,9 @@ def _choice(device: str, forced: str | None) -> tuple[str, ...]:
 
 
 def is_built(device: str) -> bool:
-    """Whether this torch supports this kind of device. If not, the device has no kernels, and needs no Triton."""
+    """Returns whether this torch supports this kind of device. For any other kind, no kernels are registered, so Triton
+    is not needed.
+    """
     if device == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
     return device == "cpu" or torch.xpu._is_compiled()
@@ -208,7 +210,7 @@ def serving(device: str) -> set[str]:
 
 def runnable(device: str) -> tuple[str, ...]:
     """Returns the back-ends that can run on this kind of device. If D3S_KERNELS_BACKEND forces a back-end, returns only
-    the back-end that then serves this kind.
+    the back-end that then serves this kind of device.
     """
     if forced_backend is not None:
         return (_choice(device, forced_backend)[0],)

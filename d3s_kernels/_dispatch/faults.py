@@ -140,7 +140,7 @@ def watch(library: str) -> None:
 
 
 def watches() -> bool:
-    """Whether :func:`watch` was called."""
+    """Returns whether :func:`watch` was called."""
     return _noted is not None
 
 

@@ -1,4 +1,4 @@
-"""The ops as attributes of this module, for the other packages. For a refused argument, they raise ValueError."""
+"""The ops as attributes of this module, for the other packages. An op raises ValueError if it refuses an argument."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _with_usual_errors(op: _Op) -> _Op:
 
 
 def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
-    """Wraps an op so that torch's autograd kernel is skipped: it is Python code, and takes 4 us for each call, or 100
-    us with a gradient. If a gradient is needed, ``differentiable`` is called instead of the op.
+    """Wraps an op so that torch's autograd kernel is skipped. That kernel is Python code: it takes 4 us for each call,
+    or 100 us with a gradient. If a gradient is needed, ``differentiable`` is called instead of the op.
     """
 
     is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
@@ -61,7 +61,9 @@ def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
 
 
 def _refuses_by_value_error() -> bool:
-    """Whether Python gets a kernel's std::invalid_argument as ValueError (up to torch 2.14), not as RuntimeError."""
+    """Returns whether a kernel's std::invalid_argument becomes a ValueError in Python (as up to torch 2.14). Otherwise
+    it becomes a RuntimeError.
+    """
     try:
         _op.compact.default(torch.empty(0, dtype=torch.bool), -1)
     except ValueError:

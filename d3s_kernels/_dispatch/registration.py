@@ -1,6 +1,6 @@
 """Registers with torch, for each op: the shapes of its results, its gradient, and the layouts that it refuses.
 
-The functions for the shapes (fakes) are next to the kernels in ``_torch``, but do not check the arguments.
+The functions for the shapes (fakes) are next to the kernels in ``_torch``. They do not check the arguments.
 ``_head/op.py`` registers the ops of the LM head in the same way.
 """
 
@@ -47,8 +47,8 @@ functions that torch makes for this purpose parse the schema in each call, which
 class Gradient:
     """Computes the gradient of ``op`` with the op ``backward``. Each argument of ``backward`` is found by name: it is
     an argument or a result of ``op``, or it is ``grad_x``, the incoming gradient of the result ``x``. A result
-    ``grad_x`` of ``backward`` is the gradient of the argument ``x``. The argument ``wanted`` of ``backward``, if there
-    is one, says which of these gradients are needed.
+    ``grad_x`` of ``backward`` is the gradient of the argument ``x``. If ``backward`` has an argument ``wanted``, it
+    gets a flag for each of these gradients: whether the gradient is needed.
 
     A missing incoming gradient stays None. So an entropy that is used only as a score costs nothing in the backward.
     """
@@ -131,7 +131,7 @@ def register_gradient(op: str, gradient: Gradient) -> None:
 
 
 def register_no_second_derivative(op: str) -> None:
-    """Makes an op that computes a gradient refuse to be differentiated itself."""
+    """Makes autograd raise an error if it has to differentiate ``op``, which computes a gradient itself."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
@@ -146,8 +146,9 @@ _KEYS = ["MkldnnCPU", *(layout + key for layout in _LAYOUTS for device, key in D
 
 
 def refuse_unreadable(op: str) -> None:
-    """Registers, for the layouts above, a kernel whose error names the argument. The dispatcher alone would say that
-    the op "could not run with arguments from the 'SparseCPU' backend".
+    """Registers a kernel for sparse, quantised and nested tensors. The kernel raises an error that names the argument.
+    Without this kernel, torch's dispatcher would only say that the op "could not run with arguments from the
+    'SparseCPU' backend".
     """
 
     def refuse(*arguments: Any, **options: Any) -> Any:

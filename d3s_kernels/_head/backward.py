@@ -144,7 +144,7 @@ def _with_kept_tokens(
     gradients: tuple[Tensor, Tensor, Tensor],
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds the rows that have a span to ``gradients``. All other rows have already been added."""
+    """Adds the terms of rows that have a span to ``gradients``, which already has the terms of all other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
     hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
     assert offsets is not None
@@ -244,8 +244,8 @@ class Gradients:
     """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
     If the rows are cut into several tiles, several tiles add to the same part of the weight's gradient. Their terms are
-    summed in float32: in the gradient if its dtype is float32, otherwise in a float32 buffer for the tokens of one
-    tile.
+    summed in float32: in the weight's gradient itself if its dtype is float32, otherwise in a float32 buffer for the
+    tokens of one tile.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:

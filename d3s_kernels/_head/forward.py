@@ -1,8 +1,8 @@
 """The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
 A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a span of a sampling
-mask, only the logits of the kept tokens are computed. A host sync occurs only if the caller gives no bound on a number
-of rows.
+mask, only the logits of the kept tokens are computed. A host sync occurs only if the host would have to know a number
+of rows, and the caller gives no bound on this number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Picked(NamedTuple):
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
-        """Picks the rows that the mask marks. If ``other_exceeded`` is true, the bound counts as exceeded."""
+        """Picks the rows that the mask marks. If ``other_exceeded`` is true, the bound always counts as exceeded."""
         room = int(mask.sum()) if bound is None else min(bound, mask.numel())
         indices, count = _op.compact.default(mask, room)
         other = None if other_exceeded is None else other_exceeded.view(1)
@@ -125,7 +125,9 @@ def dense_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """Returns the softmax states ``[rows, 4]`` before any logit. A label's logit stays NaN if the label is no token."""
+    """Returns the softmax states ``[rows, 4]`` of rows to which no logits have been added. In the states, the label's
+    logit is NaN; it stays NaN if the label is no token.
+    """
     state = like.new_zeros((rows, 4), dtype=torch.float32)
     state.select(1, 0).fill_(torch.finfo(torch.float32).min)
     state.select(1, 3).fill_(torch.nan)

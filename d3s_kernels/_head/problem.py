@@ -1,8 +1,8 @@
 """The arguments of the LM head's ops as one object, and their checks. The vocabulary may be whole or a shard.
 
-A public function makes the object and calls ``HeadProblem.checked``. The fields are then passed to the op as arguments,
-and the op's forward and backward make an equal object from these arguments. The arguments of other ops are found in the
-object by name.
+A public function makes a :class:`HeadProblem` and calls its method ``checked``. The fields are then passed to the op as
+arguments, and the op's forward and backward make an equal HeadProblem from these arguments. The arguments of other ops
+are found by name in the fields of the HeadProblem.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class HeadProblem(NamedTuple):
         self, temperature: float | Tensor, sampling: SamplingOptions, weight_grad_into: Tensor | None
     ) -> HeadProblem:
         """Checks the arguments of a public function, and returns a problem with the arguments of the op. Most arguments
-        of the public function are fields of this problem; the others are the arguments of this method. It checks types,
-        devices, and conditions that no single kernel can check. The op checks shapes and values when it runs: see
-        :meth:`check`.
+        of the public function are fields of this problem; the others are the arguments of this method. Checked here are
+        types, devices, and conditions that no single kernel can check. The op checks shapes and values when it runs:
+        see :meth:`check`.
         """
         hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
         require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
@@ -228,7 +228,9 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
     def _check_spans(self) -> None:
-        """Checks the sampling mask by the checks of an op that takes logits, with one uninitialised row of logits."""
+        """Checks the sampling mask with the checks of an op that takes logits. The op gets one uninitialised row of
+        logits, expanded to all rows.
+        """
         if not self.sampling_mask.given:
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
@@ -242,8 +244,8 @@ class HeadProblem(NamedTuple):
         ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
 
     def require_memory(self) -> None:
-        """Refuses a parameter whose memory has been freed, as FSDP does after a module's forward. Torch's matrix
-        products refuse it too, but kernels would crash the process.
+        """Refuses a parameter whose memory has been freed; FSDP, for example, frees it after a module's forward.
+        Torch's matrix products would refuse such a parameter too, but other kernels would crash the process.
         """
         _require_memory(self.weight, self.bias)
 

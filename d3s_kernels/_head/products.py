@@ -111,7 +111,9 @@ def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """Computes ``total += a @ b``, or ``total = a @ b`` if ``first``. A CPU rounds half-precision products first."""
+    """Computes ``total += a @ b``, or ``total = a @ b`` if ``first``. On a CPU, a half-precision product is rounded
+    before it is added.
+    """
     if total.dtype != a.dtype and widens(a):
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)

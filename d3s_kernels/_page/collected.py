@@ -29,7 +29,7 @@ class CollectedRollouts:
 
     def add_trained(self, place: int, kept: Tensor, entropy: Tensor, advantage: float) -> None:
         """Adds the results for a rollout that is trained on: the mask of its kept tokens, the entropies of all its
-        tokens (NaN if not measured), and the advantage that it is trained with.
+        tokens (NaN for an entropy that was not computed), and the advantage that it is trained with.
         """
         self.trained[place] = kept, entropy, advantage
 

@@ -24,7 +24,7 @@ class Rollout(NamedTuple):
     advantage: float | None
     kept: bool
     scores: list[float]
-    entropies: list[float]  # NaN if not measured
+    entropies: list[float]  # NaN for an entropy that was not computed
     kept_tokens: list[bool]
 
 

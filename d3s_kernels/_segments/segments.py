@@ -1,7 +1,8 @@
 """Segments of a flat tensor: the segment of each value, sums over segments, and the order of the values in a segment.
 
 The lengths of segments stay on the device, so that there is no host sync. Floats are summed by doubling, so that the
-order of the terms depends only on their positions in the segment. In torch's own sums, it depends on the shape.
+order of the additions depends only on the positions of the terms in their segment. In torch's own sums, the order also
+depends on the shape of the tensor.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def pool(values: Tensor) -> Segments:
 
 
 def selected_segments(values: Tensor, segments: SegmentArguments) -> tuple[Segments, int]:
-    """Returns the segments from which an op selects, and the number of segments that are pooled into each."""
+    """Returns the segments from which an op selects, and the number of segments that are pooled into each of them."""
     if segments.pooled:
         return pool(values), segments.number_in(values)
     return segments_of(values, segments.offsets), 1
@@ -178,8 +179,9 @@ def _by_key(keys: Tensor, segments: Segments) -> Ranking:
 
 # ---- rewards that are equal except for rounding ----------------------------------------------------------------------
 
-# For each dtype, the largest difference at which rewards still count as equal, relative to max(largest |reward|, 1). It
-# is about eight rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same values.
+# For each dtype, the largest difference at which rewards still count as equal, relative to max(largest |reward|, 1).
+# For float64 and float32, it is about eight rounding steps of the dtype; for bfloat16 and float16, it is one rounding
+# step. csrc/ops/rollouts.h has the same values.
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 

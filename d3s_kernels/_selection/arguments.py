@@ -33,8 +33,8 @@ from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
 
 
 def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
-    """Returns the two arguments of the op for a ratio: the ratio as a number, and the 0-d tensor that replaces the
-    number. At least one of the two is None. A tensor must be on the device of ``like``.
+    """Returns the op's two arguments for a ratio: a number, and a 0-d tensor. One of the two has the ratio, and the
+    other is None. If ``ratio`` is None, both are None. A tensor must be on the device of ``like``.
     """
     if ratio is None:
         return None, None
@@ -103,8 +103,8 @@ def select_tokens_arguments(
     generator: torch.Generator | None,
     rank: int = 0,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the op, with the rule's values and weights instead of entropies and advantages. With the
-    rule "advantage_entropy", ``entropy`` may also be logits.
+    """Returns the arguments of the op ``select_tokens``. Entropies and advantages are replaced by the rule's values and
+    weights. With the rule "advantage_entropy", ``entropy`` may also be logits.
     """
     require_rule(rule, TOKEN_RULES)
     if TOKENS[rule].reads_advantages:
@@ -164,7 +164,7 @@ def max_variance_arguments(
     mask: Tensor | None,
     segments: SegmentFields,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the op. The caller must check the type of ``values``."""
+    """Returns the arguments of the op ``max_variance_select``. The caller must check the type of ``values``."""
     require_segments(values, segments)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")

@@ -44,7 +44,7 @@ TOKEN_RULES = tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Returns the values and weights of the tokens, which replace entropies and advantages: a token's score is
+    """Returns the values and weights that the op gets as entropies and advantages. So a token's score is
     ``|weight| * value``. A 0-d weight is for all tokens.
     """
     scoring = TOKENS[rule]
@@ -130,7 +130,7 @@ def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tenso
 
 
 def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Tensor:
-    """Returns the number of values to keep, or ``most`` if the number is larger, so that products with it do not
+    """Returns the number of values to keep, or ``most`` if that is smaller. So products with the returned number do not
     overflow.
     """
     if keep_tensor is not None:
@@ -141,7 +141,7 @@ def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Te
 
 def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, where: SegmentArguments) -> Tensor:
     """Marks k of the n usable values of each segment: for each i in 0..k - 1, the value whose rank is nearest to (i +
-    0.5) / k * (n - 1), with halves rounded down.
+    0.5) / k * (n - 1). Ranks are counted from 0. If two ranks are equally near, the lower rank is taken.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. So the kept ranks up to r can be counted
     without listing them. Rank r is kept if this count increases from r - 1 to r.

@@ -144,8 +144,8 @@ def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Ten
 
 
 def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
-    """Merges the tile into the states of rows with a single kept token, whose logit is replaced by 0. If the token is
-    in another tile, the state does not change. The results for other rows are not used.
+    """Merges the tile into the states of rows with a single kept token. The logit of this token counts as 0. If the
+    token is in another tile, the row's state does not change. The results for other rows are not used.
     """
     ids, offsets = rows.spans.ids, rows.spans.offsets
     if len(ids) == 0:

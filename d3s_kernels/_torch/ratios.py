@@ -58,8 +58,8 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """Multiplies the incoming gradient by d ratio / d log(ratio): the ratio, or 0 at and beyond a finite bound. An
-    incoming gradient of 0 stays 0 for every ratio, since 0 * inf would be NaN.
+    """Multiplies the incoming gradient by d ratio / d log(ratio). This derivative is the ratio itself, or 0 if the
+    ratio is at or beyond a finite bound. An incoming gradient of 0 stays 0 for every ratio, since 0 * inf would be NaN.
     """
     grad, by = grad_ratio.flatten(), ratio.flatten()
     limited = ~_in_groups(ratio, mask, groups)

@@ -1,4 +1,4 @@
-"""Ops in Triton, for GPUs without the compiled CUDA library. There, plain PyTorch computes the other ops."""
+"""Ops in Triton, for GPUs without the compiled CUDA library. On these GPUs, plain PyTorch computes all other ops."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._together import NumberOrTensor
 
-# These arguments of row_start are not specialised: strides change with the length of a batch, and STEP already tells
-# Triton how the strides are aligned.
+# Triton does not compile special variants for the values of these arguments of row_start, since strides change with the
+# length of a batch. STEP already tells Triton how the strides are aligned.
 PLACE = ("inner", "outer_stride", "inner_stride")
 MOST_COLUMNS = 2**31 - 2**17  # so that indices fit in an int32, even in a block that ends after the end of the row
 
@@ -72,7 +72,7 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """Returns the address of a row. The int64 ``row`` is the first factor, since int32 stride * STEP might overflow."""
+    """Returns the address of a row. ``row`` is int64 and is the first factor, since int32 products might overflow."""
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 

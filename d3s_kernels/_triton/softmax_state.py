@@ -12,8 +12,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.44269504088896340736)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the maximum of no logits: not -inf, since -inf - -inf would be NaN
-# LOWEST_DISTANCE is a distance d for which 2^d is 0 in float32. It replaces the distance of a -inf logit in the product
-# with e = 0, since -inf * 0 would be NaN. A NaN logit still reaches the sums through e.
+# A logit of -inf has the distance d = -inf, and 2^d is 0. The product d * 2^d would be NaN, so max(d, LOWEST_DISTANCE)
+# * 2^d is computed instead. This is 0 for every d below LOWEST_DISTANCE, since 2^-200 is 0 in float32. A NaN logit
+# still makes the sums NaN, since its 2^d is NaN.
 LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 

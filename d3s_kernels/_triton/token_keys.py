@@ -44,8 +44,8 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 @triton.jit
 def values_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
-    """Returns a segment's scores, or |A| * H, at ``index``; NaN for absent tokens. Scores in int32 already are order
-    keys.
+    """Returns a segment's scores, or |A| * H, at ``index``; NaN for absent tokens. If ``scores`` are int32, they are
+    order keys already.
     """
     inside = index < length
     if scores.dtype.element_ty == tl.int32:

@@ -75,9 +75,10 @@ def lower_bound(values, present, kept):
     """Returns a bound that exactly ``kept`` values reach, and how many values reach it. If ties make this impossible,
     the bound is the value of the tie.
 
-    The key of the bound is always in low .. high - 1. A guess assumes that the values in this range are evenly spread,
-    but is pulled towards the middle, so that mostly the smaller part of the range is left. The new range never has more
-    than ``half`` keys. Since each guess halves ``half``, the search ends after at most 32 guesses.
+    The key of the bound is always in low .. high - 1. A guess is the key at which the bound would be if the values in
+    this range were evenly spread, moved a little towards the middle of the range. So in most cases the smaller part of
+    the range is left. The new range never has more than ``half`` keys. Since each guess halves ``half``, the search
+    ends after at most 32 guesses.
     """
     low = order_key(tl.min(values, 0))
     high = order_key(tl.max(values, 0)) + 1
@@ -167,8 +168,8 @@ def _select(
         held = length <= SIZES[-1][0]
         size, threads = smallest(SIZES, length) if held else (PART, THREADS)
         # The number of registers is limited, so that four programs of 256 threads share a multiprocessor. With counts
-        # or drop_zeros, there is no limit, since the kernel then holds both values and ranks, and registers would
-        # spill.
+        # or drop_zeros, there is no limit: the kernel then holds values and ranks, and with a limit some of them would
+        # have to leave the registers.
         limit = registers(64) if held and not (with_counts or drop_zeros) else {}
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:

@@ -1,1 +1,1 @@
-"""The selection inside trainers. Each trainer has its own folder, which is imported only on request."""
+"""Integrates the selection into trainers. Each trainer has its own folder, which is imported only on request."""

@@ -1,4 +1,6 @@
-"""Code for trainers that are built on transformers' ``Trainer``: options, rewards, processes and budget."""
+"""Code for all trainers that are built on transformers' ``Trainer``. It checks options, sums rewards, and finds the
+processes and the budget of a run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ def check_token_options(options: Any, section: str = "") -> None:
     """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
 
     Raises:
-        ValueError: an implied option was set to another value; the rule "entropy_quantile" is used with an option that
-            it does not support; or this rule is used with several processes, each of which would use its own quantile.
+        ValueError: ``top_entropy_quantile`` is not above 0; an option that it implies was set to another value; the
+            rule "entropy_quantile" is used with an option that this rule does not support; or this rule is used with
+            several processes, each of which would use its own quantile.
     """
     share = options.top_entropy_quantile
     if share < 1:
@@ -49,15 +52,16 @@ def check_token_options(options: Any, section: str = "") -> None:
 
 def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
     """Returns each rollout's total reward: the weighted sum of the rewards ``by_function``, ``[rollouts, functions]``.
-    NaN means that a function gave no reward; it is skipped. If no function gave a reward, the total is NaN.
+    NaN means that a function gave no reward; the sum skips NaN. If no function gave a reward, the total is NaN.
     """
     total = (by_function * weights.to(by_function.device)).nansum(dim=1)
     return total.masked_fill(by_function.isnan().all(dim=1), torch.nan)
 
 
 def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
-    """Marks the groups of ``n`` rollouts whose rewards are all equal. Returns bool ``[groups]``. If ``separately``
-    (each function has its own advantages), the rewards must be equal function by function, not only their sums.
+    """Marks the groups of ``n`` rollouts whose rewards are all equal. Returns bool ``[groups]``. ``separately`` means
+    that each reward function has its own advantages. Then the rewards of every function must be equal; it is not enough
+    that their sums are equal.
     """
     if separately:
         return groups_without_spread(by_function.view(-1, n, by_function.shape[1]).transpose(1, 2)).all(dim=1)
@@ -65,7 +69,9 @@ def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: boo
 
 
 class RunWithBudget:
-    """A mixin with the processes and the budget of a trainer's run. It must precede the trainer in the base classes."""
+    """A mixin that gives a trainer the processes and the budget of its run. In the list of base classes, the mixin must
+    precede the trainer.
+    """
 
     accelerator: Any
     args: Any
@@ -81,7 +87,9 @@ class RunWithBudget:
 
     @property
     def _multiple(self) -> int:
-        """The number of kept rows is a multiple of this, so that micro-batches have the same size on all processes."""
+        """The selection keeps a multiple of this number of rows, so that micro-batches have the same size on all
+        processes.
+        """
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property
@@ -94,7 +102,8 @@ class RunWithBudget:
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
         """Returns the generator for the rule "random", or None for another rule. Its seed depends on the run's seed and
-        the step, so it draws the same values on all processes, and again after a resume.
+        the step. So the generator draws the same values on all processes, and draws the same values again after a
+        resume.
         """
         step = self.state.global_step
         if self.args.rollout_rule != "random":

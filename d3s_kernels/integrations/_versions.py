@@ -1,5 +1,5 @@
-"""Checks that the tests cover the installed version of a trainer. The integrations override private methods, which
-another version may change.
+"""Checks that the tests cover the installed version of a trainer. The integrations override private methods of the
+trainer, which another version of the trainer may change.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from packaging.version import Version
 
 
 def untested(package: str, found: str, oldest: str, before: str, tests: str) -> str | None:
-    """Returns an error message if ``found``, the installed version of ``package``, is untested. If the user allows
-    untested versions, warns instead, and returns None. ``tests`` is the folder of the trainer's tests.
+    """Returns an error message if ``found``, the installed version of ``package``, is untested, else None. If the user
+    allows untested versions, the message becomes a warning, and the result is None. ``tests`` is the folder of the
+    trainer's tests.
     """
     if Version(oldest) <= Version(found) and Version(found).release < Version(before).release:
         return None

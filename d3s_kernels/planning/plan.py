@@ -73,9 +73,9 @@ def plan_rollouts(
     - p = 0: the query is unsolved. A random share ``keep_unsolved`` of the unsolved queries is served in every phase,
       with that phase's group size; the other unsolved queries are not trained on.
     - Otherwise: the group size is about 1 / p, so that one success is expected in a group. "buckets" chooses the
-      largest of ``group_sizes`` that is at most 1 / p, or the smallest one if all are larger. "inverse_success_rate"
-      rounds 1 / p up, and clamps it to the range of ``group_sizes``. Queries with the same group size form a phase.
-      Phases are in ascending order of group size.
+      largest of ``group_sizes`` that is at most 1 / p. If all of ``group_sizes`` are larger, it chooses the smallest.
+      "inverse_success_rate" rounds 1 / p up, and clamps it to the range of ``group_sizes``. Queries with the same group
+      size form a phase. Phases are in ascending order of group size.
 
     p is never rounded: 7 of 10 is not above 0.7. The paper profiles with 8 samples at one temperature, and has buckets
     for powers of two; other numbers of samples and other group sizes are treated in the same way. The paper leaves two

@@ -17,12 +17,13 @@ from .plan import RolloutPlan, shuffled
 
 
 class PlanSampler(Sampler[int]):
-    """A sampler for a DataLoader that serves the queries of a :class:`RolloutPlan`: all phases in order, each epoch
-    shuffled.
+    """A sampler for a DataLoader. The sampler serves the queries of a :class:`RolloutPlan` phase after phase, and
+    shuffles them in each epoch.
 
     One pass is the whole curriculum: the queries of phase 0, ``epochs`` times, then the queries of phase 1, and so on.
     The order depends only on ``seed``, phase and epoch, and is the same on every machine. A pass begins at the first
-    row, or, after ``load_state_dict``, at the saved row. If the saved row was the end, this pass has no rows.
+    row, or, after ``load_state_dict``, at the saved row. If the saved row is the end of a pass, the next pass has no
+    rows.
 
     With ``batch_size``, no batch contains rows of two phases, and no row is dropped: the last batch of a phase is
     filled with the first queries of further epochs. These queries are served more often than the others.
@@ -30,16 +31,17 @@ class PlanSampler(Sampler[int]):
     **The position of a pass**, which ``state_dict()`` saves, is the number of rows that the pass has served.
     torchdata's StatefulDataLoader (used by verl) saves the position of the batch that the trainer has. A plain
     DataLoader with workers reads up to ``num_workers * prefetch_factor`` batches ahead of the trainer; accelerate's
-    loader reads one batch ahead. With these loaders, ``state_dict()``, ``phase`` and ``group_size`` are ahead of the
-    trainer too. A trainer that knows how many rows it has consumed can pass this number: ``state_dict(consumed=rows)``,
-    ``phase_at(row)``. A trainer that skips consumed rows itself, like the trainer of transformers, needs no state.
+    loader reads one batch ahead. With the last two loaders, ``state_dict()``, ``phase`` and ``group_size`` are ahead of
+    the trainer too. A trainer that knows how many rows it has consumed can tell the sampler:
+    ``state_dict(consumed=rows)``, ``phase_at(row)``. A trainer that skips consumed rows itself, like the trainer of
+    transformers, needs no state.
 
     Args:
         plan: a plan with at least one phase.
         epochs: the number of epochs of a phase, at least 1: either one number for all phases, or one for each phase.
         seed: any whole number.
-        repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout,
-            as TRL does with its RepeatSampler.
+        repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout.
+            TRL's RepeatSampler repeats queries in the same way.
         batch_size: the number of rows in a batch of the loader. With ``repeat``, it must be a multiple of each phase's
             group size.
 
@@ -138,7 +140,9 @@ class PlanSampler(Sampler[int]):
         return bisect_right(self.starts, row) - 1
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Returns the pass's state. ``consumed``, for loaders that read ahead, replaces the number of served rows."""
+        """Returns the state of the pass. If the loader reads ahead, set ``consumed`` to the number of rows that the
+        trainer has consumed. The state then has this number instead of the number of served rows.
+        """
         position = self._position if consumed is None else whole_number("consumed", consumed)
         if not 0 <= position <= len(self):
             raise ValueError(f"consumed: got {consumed}; takes 0 to {len(self)}")
@@ -162,7 +166,7 @@ class PlanSampler(Sampler[int]):
 
     def _serve(self, row: int) -> Iterator[int]:
         """Yields the queries of the rows from ``row`` on."""
-        self._continues = False  # only when the first row is read: loaders also make iterators that they never read
+        self._continues = False  # not before the first row is read: loaders also make iterators that they never read
         for phase, (begin, end) in enumerate(zip(self.starts, self._ends, strict=True)):
             queries, repeats = self._queries[phase], self._repeats[phase]
             while row < end:

@@ -1,1 +1,1 @@
-"""What D3S would save of TRL's update, for any model and batch, counted without a GPU: ``d3s savings``."""
+"""Counts how much of TRL's update D3S would save, for any model and batch, without a GPU: ``d3s savings``."""

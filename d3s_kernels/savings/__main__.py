@@ -1,4 +1,4 @@
-"""Counts what D3S would save of TRL's update, for a model and a batch of yours, without a GPU.
+"""Counts how much of TRL's update D3S would save, for your model and batch, without a GPU.
 
 Example:
     >>> from d3s_kernels.savings.__main__ import counted, options_of
@@ -25,13 +25,13 @@ from .counts import CHOICES, PARTS, SIGMA, TRL, drawn, lengths_of, number, updat
 from .model import NUMBERS, from_config
 
 PROG = "python -m d3s_kernels.savings"
-DRAWS = 16  # batches, from fixed seeds
+DRAWS = 16  # the number of batches that are drawn, each from a fixed seed
 NOTES = f"""\
 These are counts, not times: operations of matrix products as in TRL 1.16, two for each multiply-add. They are means
 of {DRAWS} batches of one process, which are drawn with independent lengths, rewards and entropies. Attention counts as
 full squares: a causal kernel computes half of them, one with a window less. Not counted: norms and all else between
 products, how efficient kernels are (for attention, or for few rows), an adapter's products, a reference model, the
-optimizer, communication and the host."""
+optimizer, communication and the host. A step is --generation-share plus the rest of it times the update's share."""
 FINDING = """\
 What is learnt is not counted either. In our small experiment (experiments/learning/README.md), training on 8 of 32
 rollouts was as good as on all 32 in the same priced time. It was ahead of generating only 8 where successes were rare,
@@ -48,12 +48,14 @@ OPTIONS: dict[str, tuple[Takes, float | None, str]] = {
     "--token-share": (RATIO, 0.1, "D3S goes from 0.05 to 0.2"),
     "--off-policy": (BELOW_1, 0.0, "share of the tokens that vLLM's correction leaves out; implies --passes vllm"),
     "--success": (BETWEEN, 0.3, "mean rate of rewards of 1, else 0"),
-    "--generation-share": (BELOW_1, 0.0, "share of TRL's step that is no update: generation, rewards"),
+    "--generation-share": (BELOW_1, 0.0, "share of the time of TRL's step that is no update: generation, rewards"),
 }
 
 
 def options_of(arguments: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
-    """Reads the command line. ``model`` is then a :class:`Model`, and ``lengths`` a function that draws one."""
+    """Reads the command line. In the result, ``model`` is a :class:`Model`, and ``lengths`` is a function that draws
+    the length of a completion.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition("\n")[0], epilog=NOTES)
     add = parser.add_argument
     add("config", nargs="?", help="a Hugging Face config.json, or its folder. In place of it or of its values:")
@@ -99,23 +101,30 @@ def options_of(arguments: Sequence[str] | None, prog: str = PROG) -> argparse.Na
 
 
 def _sentences(shares: dict[str, float]) -> list[str]:
-    """Says what pays most and what does not pay, from each choice's share of TRL's step."""
-    best = min(shares, key=shares.__getitem__)
+    """Returns sentences that say which choice saves most, and which choices save little. ``shares`` has the time of
+    each choice's step, as a share of the time of TRL's step.
+    """
     saved = {
         name: (shares["rollouts"] if " + " in name else 1) - share for name, share in shares.items() if name != TRL
     }
+    pays = {name: share for name, share in shares.items() if saved.get(name, 0) >= 0.1}
+    best = min(pays or shares, key=shares.__getitem__)
     little = [
-        f"{name.partition(' + ')[2] + ' besides rollouts' if ' + ' in name else name} ({100 * part:.0f} %)"
+        f"{name.partition(' + ')[2] + ' added to rollouts' if ' + ' in name else name} ({100 * part:.0f} %)"
         for name, part in saved.items()
-        if part < 0.1
+        if name not in pays
     ]
-    text = f"Does not pay, since it saves less than 10 % of TRL's step: {'; '.join(little) or 'nothing'}."
-    return [f"Pays most: {best}. A step computes {shares[best]:.2f}x as much as TRL's.", text, FINDING]
+    return [
+        f"Pays most: {best}. A step is {shares[best]:.2f}x of TRL's.",
+        f"Does not pay, since it saves less than 10 % of TRL's step: {'; '.join(little) or 'nothing'}.",
+        FINDING,
+    ]
 
 
 def counted(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the JSON object. ``operations`` are those of an update on one generation batch; ``shares`` and ``update``
-    are of TRL's update, ``step`` of its step, and ``padding`` of the operations of the body.
+    """Returns the JSON object. For each choice, ``operations`` has the numbers of operations of an update on one
+    generation batch, by part. The other values are shares: ``shares`` and ``update`` of TRL's update, ``step`` of TRL's
+    step, and ``padding`` of the operations of the body's forward.
     """
     totals = {choice: Counter[str]() for choice in CHOICES if options.off_policy or choice != "off-policy tokens"}
     longest, rows = 0, {}
@@ -133,10 +142,10 @@ def counted(options: argparse.Namespace) -> dict[str, Any]:
             "padding": total["padding"] / total["body forward"],
         }  # fmt: skip
     tokens, vocabulary = options.micro_batch * longest, options.model.vocabulary
-    logits = {  # most bytes at a time: TRL has a tile in bfloat16, 4,096 tokens x 32,768 ids; ours is float32
-        "in TRL": 2 * min(tokens, 4096) * 32768,
-        "in ours": min(SIZES["cuda"].workspace_bytes, 4 * tokens * vocabulary),
-        "if all were stored in bfloat16": 2 * tokens * vocabulary,
+    logits = {  # most bytes at a time; TRL has a bfloat16 tile of 4,096 tokens x 32,768 ids; our tile is float32
+        "in TRL (bfloat16)": 2 * min(tokens, 4096) * 32768,
+        "in ours (float32)": min(SIZES["cuda"].workspace_bytes, 4 * tokens * vocabulary),
+        "if all were stored (bfloat16)": 2 * tokens * vocabulary,
     }
     sentences = _sentences({choice: row["step"] for choice, row in rows.items()})
     return {
@@ -174,11 +183,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
             print(cells[0].ljust(widths[0]) + "".join(map(str.rjust, cells[1:], widths[1:])))
     of_trl = sum(found["choices"][TRL]["operations"].values())
     logits = ", ".join(f"{number / 2**20:,.0f} MiB {name}" for name, number in found["logits_bytes"].items())
-    print("\nWith", *(f"{name} {value}" for name, value in found["options"].items()))
+    print("", *found["sentences"][:2], "", sep="\n")
+    print("With", *(f"{name} {value}" for name, value in found["options"].items()))
     if not options.generation_share:
         print("Without --generation-share, a step is its update only.")
     print(f"TRL's update has {of_trl:.4g} operations. Logits that a micro-batch holds at a time: {logits}.")
-    print(*found["sentences"], "", NOTES, sep="\n")
+    print("", NOTES, *found["sentences"][2:], sep="\n")
     return 0
 
 

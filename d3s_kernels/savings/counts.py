@@ -1,8 +1,10 @@
-"""Draws generation batches, and counts what an update computes of them: TRL's as it is, or with D3S's choices.
+"""Draws generation batches, and counts the operations of an update on a batch: of TRL's update, and of updates with the
+choices of D3S.
 
-TRL's head costs four products of a labelled token: logits, and in the backward the logits again and the gradients of
-hidden state and weight. Ours costs ``1 + 3 r`` with a share ``r`` of tokens kept, or ``4 r`` if they are known before
-the update (``entropy_from="rollout"``). The body then takes rows with a kept token, up to the last column with one.
+TRL's LM head computes four products for a labelled token: in the forward the logits; in the backward the logits again,
+and the gradients of the hidden state and of the weight. Our head computes ``1 + 3 r`` products, where ``r`` is the
+share of the tokens that are kept. If the kept tokens are known before the update (``entropy_from="rollout"``), our head
+computes ``4 r`` products, and the body computes only rows with a kept token, up to the last column with a kept token.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from ..selection import Selection
 from ..tokens import select_tokens
 from .model import Model
 
-PARTS = ("body forward", "recompute", "body backward", "head forward", "head backward", "passes before")
+PARTS = ("body forward", "recompute", "body backward", "head forward", "head backward", "passes without gradient")
 TRL = "TRL as it is"
-CHOICES = {  # whether rollouts are chosen, and which tokens
+CHOICES = {  # for each: whether rollouts are chosen, and how tokens are chosen
     TRL: (False, "all"), "rollouts": (True, "all"), "tokens in the update": (False, "in update"),
     "tokens known before": (False, "known"), "off-policy tokens": (False, "on-policy"),
     "rollouts + tokens in the update": (True, "in update"), "rollouts + tokens known before": (True, "known"),
 }  # fmt: skip
-SIGMA = 0.9  # of the logarithms of lengths, as in TRL's benchmark of its batcher (trl#6092)
-SPREAD = 2.0  # a prompt's rate of rewards of 1 is Beta(SPREAD s, SPREAD (1 - s)), with the mean s
-# Percentiles of a token's entropy in nats, from 0 to 100 in steps of 5: 64 answers of SmolLM2-135M, which
-# benchmarks/recorded.json has.
+SIGMA = 0.9  # standard deviation of the logarithms of lengths, as in a benchmark of TRL (trl#6092)
+SPREAD = 2.0  # a prompt's rate of success is drawn from Beta(SPREAD s, SPREAD (1 - s)), whose mean is s
+# Percentiles 0, 5, ..., 100 of a token's entropy in nats. The tokens are from 64 answers of SmolLM2-135M
+# (benchmarks/recorded.json).
 ENTROPIES = (
     0.0, 0.04, 0.11, 0.21, 0.36, 0.49, 0.65, 0.83, 1.03, 1.22, 1.41, 1.58, 1.74, 1.97, 2.19, 2.49, 2.74, 3.11, 3.59,
     4.13, 7.56,
@@ -44,7 +46,7 @@ ENTROPIES = (
 
 
 def number(text: str) -> Any:
-    """Returns the value of a JSON text, or else the text itself."""
+    """Returns the value of a JSON text. If the text is not JSON, returns the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -52,10 +54,12 @@ def number(text: str) -> Any:
 
 
 def lengths_of(text: str) -> Callable[[Random], int]:
-    """Returns a function that draws a completion's length: from a file's lines, or log-normal and cut off at a maximum.
+    """Returns a function that draws a completion's length: either a random line of a file, or a log-normal value, but
+    at most a given maximum.
 
-    With c = log(maximum) and the normal distribution P, the mean of the latter is
-    ``exp(mu + SIGMA^2 / 2) P((c - mu) / SIGMA - SIGMA) + maximum P((mu - c) / SIGMA)``; bisection finds mu.
+    Let c = log(maximum), and let P be the cumulative normal distribution. Then the log-normal lengths have the mean
+    ``exp(mu + SIGMA^2 / 2) P((c - mu) / SIGMA - SIGMA) + maximum P((mu - c) / SIGMA)``. Bisection finds the mu for
+    which this is the given mean.
     """
     mean, _, most = map(number, text.partition(","))
     if type(mean) is int and type(most) is int and 0 < mean <= most:
@@ -76,11 +80,13 @@ def lengths_of(text: str) -> Callable[[Random], int]:
 
 
 def drawn(seed: int, options: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Draws a batch of R rollouts and at most T tokens. Lengths, rewards and tokens are independent of each other.
+    """Draws a batch of R rollouts, each with at most T tokens. Lengths, rewards and tokens are independent of each
+    other.
 
     Returns:
-        lengths int64 ``[R]``; advantages float32 ``[groups, n]``; entropies float32 ``[R, T]``, in nats; bool
-        ``[R, T]``, which tokens are not off-policy; and how TRL shuffles the rollouts, int64 ``[R]``.
+        lengths int64 ``[R]``; advantages float32 ``[groups, n]``; entropies float32 ``[R, T]``, in nats; the mask of
+        tokens that are not off-policy, bool ``[R, T]``; and the position of each rollout after TRL's shuffling, int64
+        ``[R]``.
     """
     draws, generator, s = Random(seed), torch.Generator().manual_seed(seed), options.success
     rates = [draws.betavariate(SPREAD * s, SPREAD * (1 - s)) for _ in range(options.prompts)]
@@ -94,7 +100,9 @@ def drawn(seed: int, options: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> Counter[str]:
-    """Returns the operations of a batch's update by part, and as "padding" those of the body's forward for padding."""
+    """Returns the number of operations of a batch's update, by part. The entry "padding" has the operations that the
+    body's forward spends on padding.
+    """
     model: Model = options.model
     all_lengths, advantages, entropy, on_policy, order = batch
     (chooses, tokens), prompt, total = CHOICES[choice], options.prompt_length, Counter[str]()
@@ -103,9 +111,9 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> Counte
 
     def add_pass(rows: Tensor, columns: int) -> None:
         of_head = head * int(all_lengths[rows].sum())
-        total["passes before"] += model.body(len(rows), prompt + columns)[0] + of_head
+        total["passes without gradient"] += model.body(len(rows), prompt + columns)[0] + of_head
 
-    if options.passes == "vllm":  # its correction is computed before rollouts are chosen
+    if options.passes == "vllm":  # vLLM's correction is computed before rollouts are chosen
         add_pass(rows, int(all_lengths.max()))
     if chooses:
         selection = Selection(rollouts_start=options.rollouts_kept, rollouts_end=options.rollouts_kept)
@@ -114,7 +122,7 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> Counte
     width = int(lengths.max())
     if options.passes == "old":
         add_pass(rows, width)
-    elif options.passes == "none" and tokens == "known":  # for entropies alone
+    elif options.passes == "none" and tokens == "known":  # an extra pass, only for entropies
         add_pass(rows[advantages != 0], width)
 
     needed = torch.arange(width) < lengths[:, None]  # the tokens that the head computes

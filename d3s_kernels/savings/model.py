@@ -1,17 +1,21 @@
-"""The operations of a model's matrix products, from its ``config.json``. A multiply-add is two operations."""
+"""Counts the operations of a model's matrix products, from its ``config.json``. A multiply-add counts as two
+operations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The types whose operations tests/test_savings.py compares with torch's counter. A layer has attention, over all
-# positions or a window, and an MLP of three matrices, or experts of three matrices.
+# The supported types of models. tests/test_savings.py compares their operations with torch's counter. A layer has
+# attention, over all positions or over a window. A layer also has either an MLP of three matrices, or experts of three
+# matrices each.
 DENSE = {"gemma", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"}
 NORM_AT_END = {"gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"}  # the MLP's last product goes through a norm
 EXPERTS = {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
-OWN_HEAD_DIM = {"gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "qwen3"}  # by default not hidden size / heads
-NUMBERS = {  # of the command line, for a model like Llama, or like Mixtral
+# Without a head_dim in its config, a model of these types does not have hidden size / heads as its head_dim.
+OWN_HEAD_DIM = {"gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "qwen3"}
+NUMBERS = {  # values of a config of Llama's or Mixtral's type, each with its option on the command line
     "num_hidden_layers": "--layers", "hidden_size": "--hidden", "intermediate_size": "--intermediate",
     "num_attention_heads": "--heads", "num_key_value_heads": "--kv-heads", "head_dim": "--head-dim",
     "vocab_size": "--vocab", "num_local_experts": "--experts", "num_experts_per_tok": "--experts-per-token",
@@ -22,10 +26,10 @@ INSTEAD = (
 
 
 class Model(NamedTuple):
-    """Multiply-adds of all layers together for a token, and the sizes of the LM head."""
+    """A model's multiply-adds for one token, in all layers together, and the sizes of its LM head."""
 
     linear: int  # the weights that multiply a token: projections, MLP or the token's experts, router
-    not_again: int  # those of them that activation checkpointing does not compute again
+    not_again: int  # the part of ``linear`` that activation checkpointing does not compute again
     attention: int  # layers x heads x head_dim, for each of attention's two products and each position
     hidden: int
     vocabulary: int
@@ -33,9 +37,10 @@ class Model(NamedTuple):
     def body(self, rows: int, columns: int, frozen: bool = False) -> tuple[int, int, int]:
         """Returns the operations of the body's forward, of its recomputation, and of its backward.
 
-        A forward is ``2 rows L (linear + 2 attention L)`` for L columns: attention counts as full squares. The
-        backward is twice that, without the weights' gradients if they are ``frozen``. The recomputation of a layer
-        stops at the last tensor that its backward reads (torch's ``early_stop``), so at the input of a last product.
+        A forward of L columns has ``2 rows L (linear + 2 attention L)`` operations, since attention counts as full
+        squares. A backward has twice as many, but leaves out the gradients of the weights if the weights are
+        ``frozen``. The recomputation of a layer stops at the last tensor that the layer's backward reads (torch's
+        ``early_stop``). If a layer ends with a product, that tensor is the input of the product.
         """
         tokens, attention = 2 * rows * columns, 4 * rows * columns**2 * self.attention
         recompute = tokens * (self.linear - self.not_again) + attention
@@ -43,8 +48,9 @@ class Model(NamedTuple):
 
 
 def from_config(config: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) -> Model:
-    """Returns the model of a ``config.json`` or its ``text_config``, with ``numbers`` in place of its values. A
-    ValueError names an unknown ``model_type`` or type of layer, or a size that is missing or no whole number.
+    """Returns the model that a ``config.json``, or its ``text_config``, describes. ``numbers`` override values of the
+    config. Raises a ValueError if the ``model_type`` or a type of layer is unknown, or if a size is missing or is not a
+    whole number of at least 1.
     """
     config = {**(config.get("text_config") or config), **(numbers or {})}
     name, dense = config.get("model_type"), config.get("mlp_only_layers") or ()
@@ -70,7 +76,7 @@ def from_config(config: Mapping[str, Any], numbers: Mapping[str, Any] | None = N
     if sparse:
         width = size("moe_intermediate_size" if name.endswith("_moe") else "intermediate_size")
         experts = size("num_local_experts", config.get("num_experts"))
-        shared = 3 * size("shared_expert_intermediate_size") + 1 if name == "qwen2_moe" else 0  # and its gate
+        shared = 3 * size("shared_expert_intermediate_size") + 1 if name == "qwen2_moe" else 0  # + 1 for its gate
         linear += sparse * hidden * (experts + 3 * size("num_experts_per_tok") * width + shared)
     not_again = 0 if name in NORM_AT_END else mlps // 3
     return Model(linear + mlps, not_again, layers * heads * head_dim, hidden, size("vocab_size"))

@@ -34,12 +34,12 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     """``GRPOTrainer`` of ms-swift, but it trains only on chosen rollouts and tokens. Evaluation does not change.
 
     Rollouts are chosen over all processes as soon as a generation batch has its rewards, and each process gets the same
-    number of them. Dropped rollouts are not encoded, and no forward pass includes them, not even the passes for old and
-    reference log-probabilities.
+    number of kept rollouts. Dropped rollouts are not encoded, and no forward pass includes them, not even the passes
+    for old and reference log-probabilities.
 
-    Tokens are ranked with entropies from ms-swift's pass for the old log-probabilities, and exactly the budget's share
-    of all processes' tokens is kept. The loss, including KL, is ms-swift's own and covers all valid tokens of the kept
-    rollouts, but gradient flows only through the kept tokens.
+    Tokens are ranked with entropies from ms-swift's pass that computes the old log-probabilities, and exactly the
+    budget's share of all processes' tokens is kept. The loss, including KL, is ms-swift's own, and covers all valid
+    tokens of the kept rollouts. But gradient flows only through the kept tokens.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
@@ -79,7 +79,9 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return self._keep_rollouts(samples)
 
     def _keep_rollouts(self, samples: Samples) -> Samples:
-        """Chooses the rollouts. Returns this process's kept samples; every process has the same number of them."""
+        """Chooses the rollouts. Returns the samples that this process keeps. Every process keeps the same number of
+        samples.
+        """
         accelerator, n = self.accelerator, self.num_generations
 
         def length(sample: Any) -> int:
@@ -117,7 +119,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _get_per_token_logps_and_entropies(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, compute_entropy: bool = False, **options: Any
     ) -> Scores:
-        # ms-swift's first pass over a batch, for the old log-probabilities, computes the entropies too.
+        # ms-swift's first pass over a batch is for the old log-probabilities. This pass computes the entropies too.
         choosing = self._everyone is not None and grpo_batch.old_per_token_logps is None
         logprob, entropy = super()._get_per_token_logps_and_entropies(
             model, model_inputs, grpo_batch, compute_entropy=compute_entropy or choosing, **options
@@ -157,7 +159,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         entropy = together([part.d3s_entropy for part in parts]).masked_fill(~mask, 0.0)
         log_p = log_q = None
         if ruled := self.args.off_policy_rule != "none":
-            sampled = [part.rollout_per_token_logps for part in parts]  # None if a rollout of the part lacks its values
+            sampled = [part.rollout_per_token_logps for part in parts]  # None if a rollout of the part has none
             if not any(gather_object([logps is not None for logps in sampled])):
                 raise ValueError(
                     f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "

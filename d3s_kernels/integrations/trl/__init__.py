@@ -1,8 +1,9 @@
 """D3S in TRL: :class:`D3STrainer` replaces ``GRPOTrainer``, :class:`D3SConfig` replaces ``GRPOConfig``.
 
-TRL computes the loss. Rollouts are chosen between TRL's generation and TRL's update. Tokens are chosen when TRL scores
-them. TRL still gets the log-probabilities of all tokens, so ratios, clipping and KL do not change. But gradient flows
-only through the kept tokens, so the LM head's backward computes only the rows of these tokens.
+TRL computes the loss. Rollouts are chosen between TRL's generation and TRL's update. Tokens are chosen either before
+the update, or in the update when TRL scores them. TRL still gets the log-probabilities of all tokens, so ratios,
+clipping and KL do not change. But gradient flows only through the kept tokens, so the LM head's backward computes only
+the rows of these tokens.
 """
 
 import trl

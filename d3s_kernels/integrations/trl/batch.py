@@ -1,7 +1,8 @@
 """Selects, joins, pads, trims and moves the rows of TRL's generation batch.
 
-A batch is a dictionary of token tensors with a row for each rollout, images, and scalars. Each rank holds consecutive
-rows of the whole batch. The rows of a group are consecutive too, but they may lie on two ranks.
+A batch is a dictionary. It has tensors of tokens, with one row for each rollout, and scalars; it may also have images.
+Each rank holds consecutive rows of the whole batch. The rows of a group are consecutive too, but they may lie on two
+ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _COMPLETION = {  # padded on the right
     "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy", SETS,
 }  # fmt: skip
 _BOTH = {"token_type_ids", "mm_token_type_ids"}
-IMAGES = (  # further arguments of the method that scores tokens
+IMAGES = (  # further arguments of TRL's method that scores tokens
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
@@ -55,9 +56,10 @@ def take(batch: Batch, rows: Tensor) -> Batch:
 
 
 def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
-    """Returns a batch of the kept rows, with the same number of rows on every rank. Ranks with too many kept rows send
-    some to other ranks, from device to device. The total number of kept rows must be a multiple of the number of ranks.
-    Rows with images cannot move. ``process_group`` is None if there is only one process.
+    """Returns a batch of the kept rows, with the same number of rows on every rank. A rank that has more kept rows than
+    this number sends some of them to other ranks, from device to device. The total number of kept rows must be a
+    multiple of the number of ranks. Rows with images cannot move. ``process_group`` is None if there is only one
+    process.
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
@@ -82,18 +84,22 @@ def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
 
 
 def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
-    """Returns the tensors with a row for each rollout, sorted by name, so that all batches have the same order."""
+    """Returns the tensors that have one row for each rollout, sorted by name, so that the order is the same in all
+    batches.
+    """
     return {name: value for name, value in sorted(batch.items()) if isinstance(value, Tensor) and value.dim() > 0}
 
 
 def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    """Returns the sizes of the dimensions after the rows: each tensor's number of tokens, and the width of the sets."""
+    """Returns the sizes of all dimensions except the first, the rows. These are each tensor's number of tokens, and the
+    width of the sets.
+    """
     return [size for value in rows.values() for size in value.shape[1:]]
 
 
 def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
-    """Pads each tensor to its size in ``sizes``, which has the order of :func:`_sizes`. TRL determines the side of the
-    padding.
+    """Pads each tensor to its size in ``sizes``, which has the order of :func:`_sizes`. The padding is on the same side
+    as in TRL.
     """
     wanted = iter(sizes)
     fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}

@@ -15,13 +15,13 @@ from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check
 from ...trust import weighs
 from .._transformers import check_token_options
 
-ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # losses with PPO's clipping; each token may have its own clip range
-# Options of transformers' generation that exclude tokens from sampling, each with the values that exclude none.
+ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they clip as PPO does; each token may have its own clip range
+# Options of transformers' generation that exclude tokens from sampling, each with the values that exclude no token.
 _CUTS: dict[str, tuple[Any, ...]] = {
     "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),
 }  # fmt: skip
-# Other accepted options in generation_kwargs. They do not change any probability.
+# The other options that generation_kwargs may have. They change no probability.
 _HARMLESS = {
     "max_new_tokens", "max_time", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "use_cache",
     "cache_implementation", "cache_config", "prefill_chunk_size", "compile_config",
@@ -32,8 +32,9 @@ _HARMLESS = {
 class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has no types
     """``GRPOConfig`` with the options of D3S (arXiv 2509.22115), which also work on the command line and in YAML.
 
-    A ``top_entropy_quantile`` below 1 implies ``token_rule="entropy"``, this value as the constant share of tokens, and
-    ``loss_denominator="all"``. ``docs/trl.md`` lists the differences from TRL's mask.
+    If ``top_entropy_quantile`` is below 1, its value is the share of tokens that every step keeps, and
+    ``token_rule="entropy"`` and ``loss_denominator="all"`` are set. ``docs/trl.md`` lists the differences from TRL's
+    mask.
 
     Raises:
         ValueError: an option has a bad value; ``top_entropy_quantile`` is combined with another choice of tokens; the
@@ -134,7 +135,9 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             self._require_sampled_sets()
 
     def _require_sampled_sets(self) -> None:
-        """Raises a ValueError if no token is excluded, or if the sets of remaining tokens cannot be recorded."""
+        """Raises a ValueError if generation excludes no token, or if the sets of the remaining tokens cannot be
+        recorded.
+        """
         refused = {
             "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
             "use_transformers_continuous_batching": (

@@ -39,7 +39,7 @@ def check_head(model: Any) -> None:
 
     Raises:
         UnsupportedHead: the head has an adapter or other parameters, which TRL's head and ours would ignore (trl#4612);
-            or the model's own logits are different.
+            or the model's own logits differ from the logits of TRL's head.
     """
     head = read_head(model)
     if why_not_here(head.layer) is None:
@@ -50,8 +50,8 @@ def check_head(model: Any) -> None:
 
 
 class HostNumber:
-    """An asynchronous copy of a 0-d integer tensor to the host. Call ``value`` after a later host sync: the copy is
-    then finished, and the call does not wait.
+    """An asynchronous copy of a 0-d integer tensor to the host. Call ``value`` after a host sync that other code
+    causes: the copy is finished then, so the call does not wait.
     """
 
     def __init__(self, number: Tensor) -> None:
@@ -71,7 +71,7 @@ class HostNumber:
 class OurHead:
     """Our LM head. It replaces TRL's ``ChunkedLogProbFunction`` during one call of TRL's scoring method."""
 
-    model_head: ModelHead | None = None  # the scored model's head, to verify TRL's scale and cap; None: not verified
+    model_head: ModelHead | None = None  # the scored model's head, to check TRL's scale and cap; None: no check
     adds_to_gradients: bool = False  # whether the backward may add to ``weight.grad`` directly
     kept: HostNumber | None = None  # the number of tokens with a gradient; None: unknown
     sets: tuple[Tensor, Tensor] | None = None  # the sets of one forward's tokens, and the mask of labelled tokens
@@ -115,10 +115,10 @@ class OurHead:
             return theirs
         bias = None if bias is None else bias.to(dtype)
         # With scale s, cap c and temperature T, TRL computes c tanh(s x / c) / T from a logit x. Our op has no scale,
-        # but the formula equals (c/s) tanh(x / (c/s)) / (T/s).
+        # but the formula equals (c/s) tanh(x / (c/s)) / (T/s). So our op gets the cap c/s and the temperature T/s.
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         sets = None
-        if self.sets is not None:  # selects the labelled tokens' sets; the host knows their number: no host sync
+        if self.sets is not None:  # selects the labelled tokens' sets, without a host sync: the host knows their number
             places, _ = ops.compact(self.sets[1], len(targets))
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
@@ -130,8 +130,8 @@ class OurHead:
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
     def _at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
-        """Returns the hooks for a backward whose matrix products have this dtype. The hooks may hold a reference to a
-        parameter, but never to a gathered weight.
+        """Returns the hooks for a backward whose matrix products have the dtype ``dtype``. The hooks may hold a
+        reference to a parameter, but never to a gathered weight.
         """
         parameter = weight if self.adds_to_gradients and weight.is_leaf else None
         return AtBackward(
@@ -141,7 +141,9 @@ class OurHead:
 
 
 def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Returns ``weight.grad`` if adding to it directly has the same effect as autograd, else None."""
+    """Returns ``weight.grad`` if our backward may add the weight's gradient to it, with the same result as autograd's
+    addition. Otherwise returns None.
+    """
     if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
@@ -152,7 +154,8 @@ class OverSets:
     """A wrapper of TRL's model. It gives the head the sets that the scored tokens were drawn from.
 
     TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. ``sets``,
-    int32 ``[rows, tokens, width]``, is for all rows of the batch and for the last ``tokens`` columns of the labels.
+    int32 ``[rows, tokens, width]``, has the sets for all rows of the batch and for the last ``tokens`` columns of the
+    labels.
     """
 
     def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:

@@ -30,7 +30,8 @@ class PageOfBatch:
 
     def add_generated(self, batch: Batch, rewards: Tensor | None, process: int, pad_token: int) -> None:
         """Adds this process's rollouts, before any of them is dropped. Stores each row's index in the whole generation
-        batch as a field of ``batch``. ``rewards`` has all processes' rewards; NaN means that no function gave a reward.
+        batch as a field of ``batch``. ``rewards`` has all processes' rewards; NaN means that no function gave the
+        rollout a reward.
         """
         self._rewards = None if rewards is None else rewards[: self._shown].float().cpu()
         rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
@@ -46,8 +47,8 @@ class PageOfBatch:
             self._rollouts.add_generated(place, prompt, completion, counts[row, :length].clone(), advantages[row])
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """Adds the kept tokens and entropies (NaN: not measured) of a micro-batch. Returns whether it was the process's
-        last micro-batch.
+        """Adds a micro-batch's kept tokens and its entropies, which are NaN where they are not known. Returns whether
+        this was the process's last micro-batch.
         """
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
@@ -60,7 +61,7 @@ class PageOfBatch:
         return [(row, place) for row, place in enumerate(batch[ROLLOUT].tolist()) if place < self._shown]
 
     def write(self, folder: Path, tokenizer: Any, is_main: bool) -> None:
-        """Gathers the rollouts of all processes, and writes the page. All processes have to call this."""
+        """Gathers the rollouts of all processes, and writes the page. All processes have to call this method."""
         rollouts = joined(gather_object([self._rollouts]))
         if not is_main:
             return

@@ -14,8 +14,8 @@ def other_prompts(
 ) -> list[dict[str, Any]]:
     """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The data set is
     shuffled with ``seeds``: the run's seed, the step, and the number of earlier refills of the batch. Each rank takes
-    its own part. The result has only the columns that TRL keeps: the columns of ``like``, which is an example of the
-    batch.
+    its own part of the shuffled data set. The result has only the columns that TRL keeps: the columns of ``like``,
+    which is an example of the batch.
     """
     seed = 0
     for part in seeds:
@@ -27,8 +27,9 @@ def other_prompts(
 
 def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
     """Returns, for each group of each rank, the index of the group to train on: its own index, or the index of the
-    further group that replaces it. The first further group has the index ``groups``. ``same``, ``[ranks, groups]``,
-    marks the groups whose rewards are all equal, and ``same_of_more`` the further groups whose rewards are all equal.
+    further group that replaces it. A rank's further groups are counted after its own groups, so the first further group
+    has the index ``groups``. ``same``, ``[ranks, groups]``, marks the groups whose rewards are all equal, and
+    ``same_of_more`` the further groups whose rewards are all equal.
 
     Example:
         >>> import torch
@@ -44,7 +45,9 @@ def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
 
 
 def rows_of(groups: Tensor, generations: int) -> Tensor:
-    """Returns the rows of the given groups, in the order of the groups: ``[ranks, groups * generations]``."""
+    """Returns the indices of all rows of the given groups, in the order of the groups:
+    ``[ranks, groups * generations]``.
+    """
     return (groups.unsqueeze(2) * generations + torch.arange(generations, device=groups.device)).flatten(1)
 
 
@@ -60,9 +63,9 @@ def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], rows: Tensor, more: int) -> None:
     """Writes the rows of a refilled batch into TRL's table of completions, ``logs``.
 
-    ``before``, from :func:`take_logged`, has the ``rows.shape[1]`` earlier rows of each rank; ``logs`` has only the
-    ``more`` further rows of each rank. ``rows``, from :func:`rows_of`, has the indices of each rank's chosen rows; the
-    further rows are counted after the earlier ones.
+    ``before``, from :func:`take_logged`, has the earlier rows: ``rows.shape[1]`` for each rank. ``logs`` has only the
+    further rows: ``more`` for each rank. ``rows``, from :func:`rows_of`, has the indices of the rows that each rank
+    keeps. In these indices, a rank's further rows are counted after its earlier rows.
     """
     ranks, count = rows.shape
     for name, column in _columns(logs).items():

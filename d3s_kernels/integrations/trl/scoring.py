@@ -1,10 +1,10 @@
 """Overrides three parts of TRL's trainer: the calls that score tokens, the passes without gradient before the update,
 and the log.
 
-The overridden methods are private to TRL and may change without notice, and a subclass may override them too. Then the
-gradient could be wrong without an error. So this package's ``__init__`` checks TRL's version, this module checks which
-passes TRL makes over a generation batch, and :mod:`.trainer` checks in each step that the selection was applied.
-``tests/trainers/trl_surface.py`` lists what we rely on.
+The overridden methods are private to TRL and may change without notice, and a subclass may override them too. In both
+cases, the gradient could be wrong without an error. So this package's ``__init__`` checks TRL's version, this module
+checks which passes TRL makes over a generation batch, and :mod:`.trainer` checks in each step that the selection was
+applied. ``tests/trainers/trl_surface.py`` lists what we rely on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .config import D3SConfig
 from .head import over_sets
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss
-OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # the batch fields that passes without gradient fill
+OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # batch fields with results of passes without gradient
 
 
 class UnknownTRL(RuntimeError):
@@ -47,7 +47,7 @@ class Passes:
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
         """Postpones a pass, and returns a placeholder for the pass's result. A plain tensor on the meta device would
-        not do: torch can add it to another tensor in place without an error.
+        not be enough: torch adds such a tensor to another tensor in place without an error.
         """
         self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
         return self.postponed[name]
@@ -102,8 +102,8 @@ class Call(NamedTuple):
 
 
 class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """TRL's trainer, but it collects our metrics without a host sync, and postpones passes for the update until the
-    rollouts are chosen.
+    """TRL's trainer with two changes. It collects our metrics without a host sync. It also postpones the passes that
+    only the update needs, until the rollouts are chosen.
     """
 
     args: D3SConfig
@@ -120,12 +120,12 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
-        # An evaluation's log leaves the training metrics for the next log of the training.
+        # During an evaluation, the training metrics are not touched: they wait for the next log of the training.
         ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
         if ours:
             waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
             numbers = iter(torch.stack(waiting).tolist())
-            for name in [*ours, "entropy"]:  # TRL's "entropy" is NaN if no token was measured
+            for name in [*ours, "entropy"]:  # TRL's "entropy" is NaN if no token's entropy is known
                 values = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
                 if known := [value for value in values if not math.isnan(value)]:
                     metrics[name] = known
@@ -142,13 +142,17 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return self.args.entropy_from == "rollout"
 
     def _pass_names(self) -> list[str]:
-        """Returns the names of TRL's passes without gradient over a generation batch. The conditions are TRL's own."""
+        """Returns the names of the passes without gradient that TRL makes over a generation batch. TRL has the same
+        conditions.
+        """
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         names = [] if aligned and not self._corrects_sampling else [OLD]
         return names if self.beta == 0 else [*names, REFERENCE]
 
     def _is_reference(self, model: Any) -> bool:
-        """Returns whether ``model`` is the reference: another model, or the policy with its adapter off or replaced."""
+        """Returns whether ``model`` is the reference model: either a model of its own, or the policy with its adapter
+        switched off or replaced by the adapter "ref".
+        """
         if self.ref_model is not None:
             return bool(model is self.ref_model)
         policy = self.accelerator.unwrap_model(self.model)
@@ -159,7 +163,9 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return switched_off or bool(policy.active_adapter == "ref")
 
     def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
-        """Makes a pass that TRL asks for before it computes rewards, or postpones it if only the update needs it."""
+        """Makes the pass that TRL asks for before it computes rewards. If only the update needs the pass, postpones it
+        instead.
+        """
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None

@@ -28,7 +28,7 @@ UNMEASURED = "d3s_unmeasured"  # a batch field: marks the rows whose dropped tok
 class ChoosesTokens(Scoring):
     """TRL's trainer, but gradient flows only through chosen tokens. TRL's loss still gets the scores of all tokens."""
 
-    epsilon_low: Any  # TRL's float; while TRL computes ESPO's loss, a tensor with a value for each token
+    epsilon_low: Any  # a float, as in TRL; while TRL computes ESPO's loss, a tensor with a value for each token
     epsilon_high: Any
     _gradient_was_selected = False  # whether a gradient has reached the hook in _score_for_loss in this step
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
@@ -55,7 +55,7 @@ class ChoosesTokens(Scoring):
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
-        # Rollouts that the entropy pass skipped have advantage 0, so the scores of their tokens are 0. These tokens
+        # The entropy pass skips only rollouts whose tokens have scores that do not depend on entropies. These tokens
         # still count as valid tokens.
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
@@ -67,8 +67,8 @@ class ChoosesTokens(Scoring):
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Makes an extra pass for the entropies. Returns the entropies, and a mask of the rows that do not need
-        entropies. These are the rows without a token. If tokens are not ranked by entropy alone, they are also the rows
-        with advantage 0. Rows that the pass skips have entropy 0.
+        entropies. A row without a token needs none. A row with advantage 0 needs none, except if tokens are ranked by
+        entropy alone. The entropies of rows that the pass skips are 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
@@ -81,7 +81,8 @@ class ChoosesTokens(Scoring):
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
         assert scored is not None  # the entropies were requested
-        # Rows that are scored only to match another process's number are not logged: a single process would skip them.
+        # Some rows are scored only because all processes have to score the same number of rows. These rows are not
+        # logged, since a single process would skip them.
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
@@ -91,7 +92,9 @@ class ChoosesTokens(Scoring):
         return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Returns TRL's mask in evaluation, and all tokens in training, where our choice replaces TRL's mask."""
+        """Returns TRL's mask in evaluation. In training, returns a mask of all tokens, since our choice of tokens is
+        used instead of TRL's mask.
+        """
         if self._loss_inputs is not None:
             return mask.bool()
         theirs: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
@@ -113,7 +116,7 @@ class ChoosesTokens(Scoring):
         # Checkpoints contain this part of the trainer's state. A new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
         counts["num_tokens_kept"] += number
-        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced, not appended, since TRL logs means
+        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # one value, since TRL logs a list's mean
         self._kept_in_update += number
         if self.accelerator.sync_gradients:  # the update's last micro-batch
             metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
@@ -139,7 +142,7 @@ class ChoosesTokens(Scoring):
         head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
         unknown = mask & ~measured
-        entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of the measured ones
+        entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of known entropies
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
             page, self._page = self._page, None
             page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
@@ -215,8 +218,9 @@ class ChoosesTokens(Scoring):
     def _log_tokens(
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logs a micro-batch's token metrics. Mean entropies are over the ``measured`` tokens, which include all kept
-        tokens. Returns, over all processes, the numbers of kept and of all tokens in one tensor, and the mean entropy.
+        """Logs a micro-batch's token metrics. ``measured`` marks the tokens whose entropies are known, which include
+        all kept tokens. Mean entropies are over these tokens. Returns two results over all processes: a tensor with the
+        number of kept tokens and the number of all tokens, and the mean entropy.
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
@@ -229,13 +233,13 @@ class ChoosesTokens(Scoring):
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
     """Returns the fields with which TRL's unchanged loss computes ESPO's objective, and an epsilon for each token.
 
-    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio``, it equals ESPO's ratio in value and
-    gradient, except at the cap of e^10, where only ESPO's gradient is 0. The loss "grpo" averages over the tokens of
-    each sequence; weights on the advantages turn this average into ESPO's mean over groups. In the other losses, all
-    tokens that belong to a group have the same weight.
+    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio``, where sg stops the gradient, TRL's
+    ratio equals ESPO's ratio in value and gradient. The only exception is the cap of e^10: there, ESPO's gradient is 0,
+    but TRL's is not. The loss "grpo" averages over the tokens of each sequence; weights on the advantages turn this
+    average into ESPO's mean over groups. In the other losses, all tokens that belong to a group have the same weight.
 
-    ``logprob`` and ``entropy``, ``[B, T]``, are constants from the training forward. They also replace the old policy's
-    values if the batch has none, since the policy has then not changed.
+    ``logprob`` and ``entropy``, ``[B, T]``, are constants from the training forward. If the batch has no values of the
+    old policy, these constants are used instead, since the policy has not changed yet.
     """
     old = batch.get(OLD, logprob)
     terms = espo_terms(

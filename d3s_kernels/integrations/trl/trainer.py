@@ -1,8 +1,8 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
-This file sets up the trainer, chooses the rollouts after TRL has made a generation batch, and passes each of TRL's
-calls for scores to the method for the call's purpose. :mod:`.tokens` overrides what TRL does while it computes a loss.
-:mod:`.scoring` overrides TRL's passes without gradient, and TRL's log.
+This file sets up the trainer, and chooses the rollouts after TRL has made a generation batch. If TRL asks for scores of
+tokens, this file calls the method that fits the purpose of the scores. :mod:`.tokens` overrides what TRL does while it
+computes a loss. :mod:`.scoring` overrides TRL's passes without gradient, and TRL's log.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class D3STrainer(ChoosesTokens):
     tokens. With ``loss_denominator="kept"``, the whole gradient is multiplied by a factor: the number of all tokens,
     divided by the number of kept tokens. Both numbers are counted over the tokens of TRL's denominator (``docs/trl.md``
     has the table). The factor also applies to the gradients of KL and of the entropy bonus. The value of the loss and
-    the clip metrics still cover all tokens. If the update skips dropped tokens, these count with a ratio of 1 and with
-    the entropy of the earlier pass.
+    the clip metrics still cover all tokens. If the update does not compute dropped tokens, they count with a ratio of 1
+    and with the entropy of the earlier pass.
 
     With ``sampling_mask``, a token's log-probabilities and entropies are over the set that the token was drawn from.
     The sets are recorded while transformers generates.
@@ -70,7 +70,7 @@ class D3STrainer(ChoosesTokens):
 
     _recorded: Recorded | None = None  # the sets of a generation batch, until they are added to the batch
     _rewards: Tensor | None = None  # all processes' rewards, by function; set until rollouts are chosen
-    _rollouts_were_chosen = False  # in the current generation batch; several steps may train on it
+    _rollouts_were_chosen = False  # for the current generation batch, on which several steps may train
     _last_page: int | None = None  # the step of the latest page in this run
 
     def __init__(
@@ -90,7 +90,7 @@ class D3STrainer(ChoosesTokens):
                     "turns and of tools have no set"
                 )
         if self._espo:
-            self.importance_sampling_level = "token"  # TRL computes token ratios; as_espo makes them ESPO's
+            self.importance_sampling_level = "token"  # TRL computes token ratios; as_espo turns them into ESPO's
         self._selection = Selection(args)
         self._warn_of_little_to_drop()
 
@@ -132,7 +132,9 @@ class D3STrainer(ChoosesTokens):
         return loss
 
     def _raise_not_covered(self, names: tuple[str, ...], message: str) -> NoReturn:
-        """Raises an UnknownTRL if a given method is neither ours nor TRL's. The error names all such methods."""
+        """Raises an UnknownTRL with ``message``. If some of the named methods are neither ours nor TRL's, the error
+        also says where they are from.
+        """
         methods = [getattr(self, name) for name in names]
         known = ("trl.", "transformers.", "d3s_kernels.")
         others = [method for method in methods if not f"{method.__module__}.".startswith(known)]
@@ -149,7 +151,7 @@ class D3STrainer(ChoosesTokens):
             return trls(*arguments, *more, **{**options, **changed})
 
         module = model.model if isinstance(model, OverSets) else model
-        model_head = read_head(self.accelerator.unwrap_model(module))  # in each call: an adapter may have been added
+        model_head = read_head(self.accelerator.unwrap_model(module))  # in each call, since an adapter may be new
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
         # The backward may add to ``weight.grad`` directly only if the optimizer alone uses the gradient. There must be
         # no gradient reducer, no sharding and no gradient scaler.
@@ -187,7 +189,9 @@ class D3STrainer(ChoosesTokens):
         return batch
 
     def _scored(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Iterable[str]]:
-        """Lets TRL make a generation batch of these prompts. Returns the batch, and the names of postponed passes."""
+        """Lets TRL make a generation batch from the prompts in ``inputs``. Returns the batch, and the names of
+        postponed passes.
+        """
         self._passes = passes = Passes(self._pass_names())
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
@@ -280,7 +284,7 @@ class D3STrainer(ChoosesTokens):
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
         rewards, self._rewards = self._rewards, None
-        # A subclass may compute advantages without rewards.
+        # There are no rewards if a subclass computes advantages in another way.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
         if not keeps_all:  # if all are kept, no row moves, and no host sync is needed

@@ -16,8 +16,9 @@ FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Returns each token's set size in one tensor, row after row; 0 where the mask is 0. ``rows`` maps each key to a
-    row's sets, response and response mask. Raises a ValueError for the first row whose sets do not match its tokens.
+    """Returns the size of each token's set, in one tensor, row after row. The size is 0 where the response mask is 0.
+    ``rows`` maps the key of each row to the row's sets, response and response mask. Raises a ValueError for the first
+    row whose sets do not match its tokens.
     """
     sizes: list[int] = []
     for key, (sets, response, mask) in rows.items():
@@ -41,7 +42,8 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
     """Raises a RuntimeError if the workers computed entropies over more tokens than the sets contain.
 
-    A worker without this library ignores the sets silently. The entropy over a set is at most the log of its size.
+    A worker without this library silently ignores the sets. The entropy over a set is at most the logarithm of the
+    set's size, so a larger entropy shows that a worker has ignored the set.
     """
     excess = (entropy - sizes.log())[sizes > 0]
     if len(excess) and float(excess.max()) > 1e-2:
@@ -54,7 +56,8 @@ def require_used(sizes: Tensor, entropy: Tensor) -> None:
 def require_config(config: Any) -> None:
     """Raises a ValueError if ``config``, verl's whole configuration, does not allow log-probabilities over sets.
 
-    The trainer mode calls this if ``sampling_mask_field`` is set. Loops that set ``meta_info[NOTE]`` must call it too.
+    The trainer mode calls this if ``sampling_mask_field`` is set. A training loop that sets ``meta_info[NOTE]`` itself
+    must also call this function.
     """
     takes: dict[str, Sequence[Any]] = {f"{FUSED}.impl_backend": ("d3s",)}
     for section in ("actor", "actor.fsdp_config", "ref", "ref.fsdp_config"):

@@ -1,8 +1,9 @@
 """Makes the entropies of a micro-batch available to a policy loss.
 
-verl does not pass entropies to a policy loss. But ``ppo_loss``, which calls the policy loss, has them: with V1
-trainers, the micro-batch contains the old policy's entropies; with ``actor.calculate_entropy``, the model's output
-contains the updated policy's entropies. While our wrapper of ``ppo_loss`` runs, :func:`token_entropy` can read both.
+verl does not pass entropies to a policy loss. But ``ppo_loss``, the function that calls the policy loss, receives
+entropies. With V1 trainers, the micro-batch contains the old policy's entropies. With ``actor.calculate_entropy``, the
+model's output contains the updated policy's entropies. While our wrapper of ``ppo_loss`` runs, :func:`token_entropy`
+can read the micro-batch and the model's output.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
         old_log_prob: ``[B, T]``. The result has the same shape, and is in nats.
 
     Raises:
-        ValueError: verl has not computed the entropies of this source.
+        ValueError: verl has not computed the entropies that ``source`` names, or their shape is not that of
+            ``old_log_prob``.
     """
     if source == "surprisal":
         return -old_log_prob.detach()

@@ -1,9 +1,10 @@
 """Computes verl's fused LM head with :func:`d3s_kernels.linear_logprob_entropy`, if
 ``fused_kernel_options.impl_backend`` is ``d3s``.
 
-verl's models with fused kernels pass hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
-this class, and the functions that build a model with it or prepare the model's micro-batches. These functions tell our
-head which positions will be read, and over which sets. The head computes only these positions.
+verl's models with fused kernels pass hidden states and the head's weight to the class ``FusedLinearForPPO``. The
+plug-in replaces this class, the functions that build a model with this class, and the functions that prepare the
+model's micro-batches. Our function for the inputs of a micro-batch tells our head which positions will be read, and
+over which sets their log-probabilities are computed. Our head computes only these positions.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Read:
     """Tells which positions of a micro-batch will be read, and over which sets their log-probabilities are computed."""
 
     mask: Tensor | None = None  # bool: which rows of this process's hidden states are read; None: all rows
-    at_most: int | None = None  # an upper bound on the number of rows that are read, as a Python int; or None
+    at_most: int | None = None  # an upper bound on the number of rows that are read; None: no bound is known
     sets: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None
-    """In a policy update: for each packed position, whether it is in the loss, and its old log-probability."""
+    """Set only in a policy update. For each packed position: whether the position is in the loss, and its old
+    log-probability.
+    """
     used: bool = False  # whether our head has computed the micro-batch
 
 
@@ -64,9 +67,9 @@ def _serves(engine: Any, data: Any) -> bool:
 def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     """Returns which positions of the model's next output will be read.
 
-    A policy update reads the tokens of ``response_mask``. A pass without gradients reads all response tokens except
-    those of padding rows. Any other loss may read all positions, and so may a caller that asks for the model's output.
-    ``labels`` has the labels of this process, followed by padding.
+    A policy update reads the tokens that ``response_mask`` marks. A pass without gradients reads all response tokens
+    except those of padding rows. Any other loss may read all positions. A caller that asks for the model's output may
+    also read all positions. ``labels`` has the labels of this process, followed by padding.
     """
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
@@ -145,11 +148,11 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 
 
 def _require_plain_head(model: Any) -> None:
-    """Raises a ValueError if a model computes its logits from more than hidden states and one weight, since verl passes
-    only these to the head.
+    """verl passes only hidden states and one weight to the head. Raises a ValueError if the model's logits depend on
+    more than these.
 
-    With several ranks, verl has loaded the weights on only one of them. That rank runs the model to compare its logits;
-    the other ranks check only the model's configuration.
+    If there are several ranks, verl has loaded the weights on only one rank. That rank runs the model, and compares the
+    model's logits with the logits that our head would have. The other ranks check only the model's configuration.
     """
     name = type(model).__name__
     refused = f"{OPTION}: got {BACKEND!r} for {name}"
@@ -180,7 +183,7 @@ def _patch_forward_with_backends(
         original(model, use_fused_kernels, fused_kernels_backend)
         return
     _require_plain_head(model)
-    original(model, use_fused_kernels, "torch")  # the forward creates FusedLinearForPPO with the next line's back-end
+    original(model, use_fused_kernels, "torch")  # the next line sets the back-end that the forward uses
     model._verl_fused_kernels_backend = BACKEND
     print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
@@ -207,7 +210,9 @@ def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
 def _prepare_model_outputs(
     original: Any, engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
 ) -> Any:
-    """Prepares the outputs as verl does, but tokens outside the loss get their old log-probabilities: a ratio of 1."""
+    """Prepares the outputs as verl does, but tokens outside the loss get their old log-probabilities, so that the
+    importance ratio of these tokens is 1.
+    """
     read = _READ.get()
     _READ.set(None)
     ours = _serves(engine, micro_batch)

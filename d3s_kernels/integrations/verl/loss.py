@@ -1,4 +1,6 @@
-"""Policy losses for verl: ``espo``, and ``d3s``, which keeps the gradient of another loss only for some tokens."""
+"""Policy losses for verl: ``espo`` and ``d3s``. ``d3s`` computes another policy loss, but lets gradient flow only
+through some tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from verl.workers.config import PolicyLossConfig
 from ...ratios import espo_terms
 from ...selection_options import check_options, check_token_rule, option_names, options_from
 from ...tokens import select_tokens
-from . import entropy  # the module: its import loads verl, which may import this file before the names exist
+from . import entropy  # imports no names: verl, which this loads, may import this file before they exist
 from .options import POLICY_LOSS, PolicyLossOptions
 
 
@@ -45,21 +47,21 @@ def d3s_policy_loss(
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Computes ``base_loss`` on all tokens of a micro-batch. Gradient flows only through a share ``token_ratio`` of
-    them: the tokens with the largest scores.
+    these tokens: the tokens with the largest scores.
 
-    verl does not pass entropies to a policy loss, so a token's score is ``|advantage| * surprisal``. The surprisal
-    ``-old_log_prob`` is an unbiased estimate of the old policy's entropy, but from only one sampled token, so the
-    choice is noisier. The number of chosen tokens is exact, as in :func:`d3s_kernels.select_tokens`. The base loss's
-    ratios, clipping metrics and denominators still include every token; log-probabilities of tokens that are not chosen
-    are constants.
+    verl does not pass entropies to a policy loss, so by default a token's score is ``|advantage| * surprisal``. The
+    surprisal ``-old_log_prob`` is an unbiased estimate of the old policy's entropy, but comes from only one sampled
+    token. So a choice by the surprisal is noisier than a choice by the entropy. The number of chosen tokens is exact,
+    as in :func:`d3s_kernels.select_tokens`. The base loss's ratios, clipping metrics and denominators still include
+    every token. The log-probabilities of tokens that are not chosen are constants.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
         loss_agg_mode, config, rollout_is_weights: passed on to the base loss. ``config.policy_loss`` has the options
-            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; the surprisal
-            replaces the entropy in every rule), ``token_scope`` ("batch", which is the micro-batch here, or "sequence")
-            and ``drop_zeros`` (False).
+            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; every rule uses the
+            surprisal as the entropy), ``token_scope`` ("batch", which is the micro-batch here, or "sequence") and
+            ``drop_zeros`` (False).
 
     Returns:
         The results of the base loss.
@@ -94,14 +96,14 @@ def espo_policy_loss(
     over the groups of each sequence, then over the sequences.
 
     The groups come from :func:`d3s_kernels.entropy_groups`, the ratio ``s`` from :func:`d3s_kernels.importance_ratio`,
-    and ``epsilon`` from :func:`d3s_kernels.adaptive_clip`. Tokens are weighted such that a sequence's mean over tokens
-    equals its mean over groups, so verl's "seq-mean-token-mean" can average over micro-batches and ranks. verl's option
-    ``clip_ratio`` is not used.
+    and ``epsilon`` from :func:`d3s_kernels.adaptive_clip`. The loss gives each token a weight. With these weights, a
+    sequence's mean over tokens equals its mean over groups, so verl's aggregation "seq-mean-token-mean" can average
+    over micro-batches and ranks. verl's option ``clip_ratio`` is not used.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
-        loss_agg_mode: not used, since eq. 5 has only one aggregation.
+        loss_agg_mode: not used, since eq. 5 itself says how to average.
         config: the actor's configuration. ``config.policy_loss`` has the options ``quantiles`` ([0.8]), ``alpha``
             (0.02), ``denominator`` ("self"), ``vocab_size`` (the model's) and ``entropy_source`` ("old").
         rollout_is_weights: float ``[B, T]``, multiplied with the tokens' losses, as in verl's own losses.

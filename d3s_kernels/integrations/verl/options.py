@@ -1,4 +1,4 @@
-"""The options of D3S and ESPO in verl. They can be created and checked without verl."""
+"""The options of D3S and ESPO in verl. These options can be created and checked without verl."""
 # ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations

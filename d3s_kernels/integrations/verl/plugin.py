@@ -61,7 +61,7 @@ def uninstall() -> None:
 
 
 def _undo(before: int) -> None:
-    """Undoes all replacements except the first ``before`` ones."""
+    """Undoes the latest replacements, until only ``before`` of them are left."""
     while len(_replaced) > before:
         replaced, original, ours = _replaced.pop()
         _put(replaced, ours, original)

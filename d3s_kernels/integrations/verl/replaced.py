@@ -1,4 +1,4 @@
-"""Describes one replacement in verl. Each module lists its replacements in ``REPLACED``."""
+"""The record of one replacement in verl. Each module of this folder lists its replacements in ``REPLACED``."""
 
 from __future__ import annotations
 

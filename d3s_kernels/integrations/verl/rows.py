@@ -22,13 +22,15 @@ def sessions(keys: Sequence[str]) -> list[list[int]]:
 
 
 def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
-    """Returns how many rows an update has, so that a step makes as many updates as without the selection.
+    """Returns the number of rows of one update. With this number, a step makes as many updates as without the
+    selection.
 
     Args:
         kept: the number of rows after the selection.
         rows: the number of rows before the selection.
         before: the number of rows of one update without the selection: verl's ``ppo_mini_batch_size * rollout.n``.
-        unit: the result is a multiple of this number: data-parallel ranks times rows of a micro-batch.
+        unit: the result is a multiple of this number: the number of data-parallel ranks times the number of rows of a
+            micro-batch.
 
     Example:
         >>> from d3s_kernels.integrations.verl.rows import rows_of_an_update

@@ -1,8 +1,8 @@
 """Reads the sampling masks of verl's rows, and aligns them with the logits of a micro-batch.
 
-verl has no field of its own for sampling masks. A rollout can put them under any name into a row's ``extra_fields``
-(verl's V1 trainers) or into ``non_tensor_batch`` or ``batch`` of a ``DataProto`` (verl's older ray trainer and verl's
-forks).
+verl has no field of its own for sampling masks. A rollout can store them under any name. With verl's V1 trainers, they
+are in a row's ``extra_fields``. With verl's older ray trainer and with verl's forks, they are in ``non_tensor_batch``
+or ``batch`` of a ``DataProto``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
     """Returns, for each position of a micro-batch's logits, the set of the token that the position predicts.
 
     Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
-    predict a prompt token have no set. The mask leaves out rows whose ``response_mask`` is all 0, and their lists of
-    sets are not read: these are verl's padding rows, copies of a real row with another response.
+    predict a prompt token have no set. A row whose ``response_mask`` is all 0 is one of verl's padding rows: a copy of
+    a real row, but with another response. The mask leaves out padding rows, and their lists of sets are not read.
 
     Args:
         data: a micro-batch (TensorDict), as verl passes it to its engines.
-        field: the name of the rows' field with the sets, or their key in ``extra_fields``. The sets are either a list
-            of ids for each response token, or one integer tensor ``[B, T, K]`` for all rows, padded with -1.
+        field: the name of the field that has the rows' sets, or the key of the sets in ``extra_fields``. The sets are
+            either a list of ids for each response token, or one integer tensor ``[B, T, K]`` for all rows, padded with
+            -1.
         width: the sequence length of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as with
             ``use_remove_padding``.
 
     Returns:
-        The ops' arguments ``sampling_mask=`` and ``mask=``, for ``n`` or ``B * width`` rows of logits, on the device of
-        ``input_ids``.
+        The ops' arguments ``sampling_mask=`` and ``mask=``, on the device of ``input_ids``. They are for ``n`` rows of
+        packed logits, or for ``B * width`` rows of padded logits.
 
     Raises:
         ValueError: there is no such field; the number of a row's sets differs from the number of its response tokens.
@@ -74,7 +75,9 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
 
 
 def field_of(data: Any, field: str) -> Any:
-    """Returns the rows' sets: a tensor, or a list with an entry for each row, which is None for a row without sets."""
+    """Returns the rows' sets: a tensor, or a list with one entry for each row, where None stands for a row without
+    sets.
+    """
     if field in data:
         values = data[field]
         return values if isinstance(values, Tensor) else list(values)
@@ -93,7 +96,9 @@ def response_lengths(data: Any) -> Tensor:
 
 
 def flat_responses(data: Any, values: Tensor) -> Tensor:
-    """Flattens per-token values, a nested tensor or ``[B, T]``, to one value for each response token, in row order."""
+    """Returns the values of all response tokens in one dimension, row after row. ``values`` has one value for each
+    token: either as a nested tensor, or as ``[B, T]``.
+    """
     if values.is_nested:
         flat: Tensor = values.values()
     else:
@@ -102,8 +107,9 @@ def flat_responses(data: Any, values: Tensor) -> Tensor:
 
 
 def places_of_responses(data: Any, width: int | None = None) -> Tensor:
-    """Returns, for each response token, the int64 index of the row of logits that predicts the token: the position
-    before it. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are nested tensors.
+    """Returns, for each response token, the int64 index of the row of logits that predicts this token. The row belongs
+    to the position before the token. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the
+    responses are nested tensors.
     """
     offsets, lengths = data["input_ids"].offsets(), response_lengths(data)
     starts = offsets[:-1] if width is None else torch.arange(len(lengths), device=offsets.device) * width

@@ -1,8 +1,8 @@
-"""The trainer mode ``d3s_sync``: verl's synchronous V1 trainer, but it updates only on chosen rollouts and tokens.
+"""The trainer mode ``d3s_sync``: verl's synchronous V1 trainer with updates on only the chosen rollouts and tokens.
 
-:meth:`D3STrainerSync._balance_batch` chooses the rollouts, after the rewards and before the old log-probabilities are
-computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the old policy's entropies, which verl stores
-together with the old log-probabilities. Both run in the driver, on CPU tensors.
+:meth:`D3STrainerSync._balance_batch` chooses the rollouts. It runs after the rewards and before the old
+log-probabilities are computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the old policy's
+entropies, which verl stores together with the old log-probabilities. Both methods run in the driver, on CPU tensors.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
         self._selection = Selection(self.d3s)
         _require(config, self.d3s)
-        # verl compares the mode with "sync" in several places: replay buffer, prompts, refills and checkpoints.
+        # Several parts of verl test whether the mode is "sync": the replay buffer, prompts, refills and checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
-        self._rows = (0, 0)  # the numbers of rows before and after the step's selection; (0, 0): not made yet
-        self._tokens_are_chosen = False  # in this step
+        self._rows = (0, 0)  # the numbers of rows before and after the step's selection; (0, 0): no selection yet
+        self._tokens_are_chosen = False  # whether this step has chosen its tokens
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
 
@@ -72,15 +72,15 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, what: Literal["rollouts", "tokens"]) -> torch.Generator:
-        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step and the choice, so it
-        draws the same values after a resume.
+        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step and ``what``, so the
+        generator draws the same values again after a resume.
         """
         seed = 1_000_003 * (self.config.data.get("seed") or 0) + self.global_steps
         return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
-        """Drops rollouts, then lets verl balance the rest. ``_compute_reward_colocate`` could not drop them: verl skips
-        it if separate workers compute the rewards.
+        """Drops rollouts, then lets verl balance the rest. ``_compute_reward_colocate`` is not the method that drops
+        rollouts, since verl skips this method if separate workers compute the rewards.
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
@@ -90,7 +90,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         """Returns the number of rows of one update. A step makes as many updates as without D3S, each on fewer rows.
 
         verl pads the batch to a multiple of this number. With verl's own number, ``ppo_mini_batch_size * rollout.n``,
-        padding rows would replace the dropped rows, and losses that average over sequences would count them.
+        verl would add padding rows in place of dropped rows, and losses that average over sequences would count these
+        padding rows.
         """
         self._require_rollouts()
         config, (rows, kept) = self.config.actor_rollout_ref, self._rows
@@ -107,13 +108,15 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._rows_of_an_update
 
     def _require_rollouts(self) -> None:
-        """Raises if no rollouts were chosen: another version of verl might not call the methods overridden here."""
+        """Raises a RuntimeError if this step has chosen no rollouts: another version of verl might not call the methods
+        that this class overrides.
+        """
         if self._rows == (0, 0):
             raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute the old log-probabilities. With sampling masks, checks the sets before this, and the
-        entropies after it.
+        """Lets verl compute the old log-probabilities. With sampling masks, checks the sets before verl's computation,
+        and the entropies after it.
         """
         field = self.d3s.sampling_mask_field
         if field is None:
@@ -124,7 +127,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
         sizes = require_sets(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
         of_sets = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        # The probability mass of the sets is not recorded here, so the metric of the mass is NaN.
+        # The probability mass of the sets is not recorded here, so the metric of this mass is NaN and is left out.
         metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
@@ -134,15 +137,17 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return super()._compute_ref_log_prob(self._noted(batch), metrics)
 
     def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """If the batch has sampling masks, writes the name of their field into ``extra_info``, for the workers' engine.
-        Returns the batch.
+        """If the batch has sampling masks, writes the name of their field into ``extra_info``, where the workers'
+        engine reads the name. Returns the batch.
         """
         if self.d3s.sampling_mask_field is not None:
             batch.extra_info[NOTE] = self.d3s.sampling_mask_field
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Computes the advantages, over the full groups if ``advantages_from`` is "all", and chooses the tokens."""
+        """Computes the advantages, and chooses the tokens. If ``advantages_from`` is "all", advantages are computed
+        over full groups, including the dropped rollouts.
+        """
         self._require_rollouts()
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
@@ -172,8 +177,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
         )
-        # The selection keeps no token if none is trusted, or, with drop_zeros, if the rewards of every group are all
-        # equal. All tokens are kept then, since verl would divide by 0; their advantages are 0.
+        # The selection keeps no token in two cases: no token is trusted; or drop_zeros is on, and within every group
+        # all rewards are equal. In these cases all tokens are kept, with advantage 0, since verl would otherwise divide
+        # by 0.
         any_kept = bool(tokens.mask.any())
         kept = tokens.mask if any_kept else loss_mask.bool()
         if self.d3s.loss_denominator == "kept":
@@ -192,7 +198,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl update the actor. During the call, ``ppo_mini_batch_size * n`` is the reduced number of rows."""
+        """Lets verl update the actor. verl takes ``ppo_mini_batch_size * rollout.n`` rows for one update. During the
+        call, these options are set such that the product is the result of :meth:`_get_required_batch_multiple`.
+        """
         if not self._tokens_are_chosen:
             raise RuntimeError(f"{MODE}: no tokens were chosen in this step: verl has not called _compute_advantage")
         self._rows, self._tokens_are_chosen = (0, 0), False
@@ -209,11 +217,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
         rollouts = sessions(batch.keys)
-        last = [rows[-1] for rows in rollouts]  # the last output has the rollout's reward
+        last = [rows[-1] for rows in rollouts]  # the last output of a rollout has its reward
         rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
-        table, places = in_groups(rewards, groups)  # NaN: a missing rollout or a reward of NaN
+        table, places = in_groups(rewards, groups)  # NaN in the table: a missing rollout or a reward of NaN
         advantages = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
         advantages = advantages.masked_fill(table.isnan(), torch.nan)
         n = self.config.actor_rollout_ref.rollout.n
@@ -233,8 +241,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         metrics.update(
             _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
         )
-        # verl's own metrics cover only the kept rollouts, whose scores are extreme. So the mean over all rollouts is
-        # logged too.
+        # verl's own metrics cover only the kept rollouts, whose scores are extreme. So the mean score of all rollouts
+        # is logged too.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
 
@@ -282,7 +290,7 @@ def _require(config: Any, options: D3SOptions) -> None:
 
 @contextmanager
 def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """A context in which the configuration has these values. At the end, the previous values are restored."""
+    """A context in which the configuration has ``values``. When the context ends, the previous values are restored."""
     before = {key: OmegaConf.select(config, key) for key in values}
     try:
         for key, value in values.items():

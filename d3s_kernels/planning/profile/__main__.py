@@ -64,7 +64,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """Returns the settings that determine the result, and a hash of the rows. Both must match to continue a file."""
+    """Returns the settings that determine the result, and a hash of the rows. A file is continued only if both equal
+    those in the file.
+    """
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "device")}
     # If JSON cannot express a value, only the value's type is hashed.
     text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)

@@ -28,7 +28,7 @@ class Record:
 
 
 def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
-    """Reads each query's successes and samples from a file of ``python -m d3s_kernels.planning.profile``.
+    """Reads each query's numbers of successes and samples from a file that ``d3s profile`` has written.
 
     A completion that the reward function could not score is not a sample, so a query may have fewer samples than
     others, or none. :func:`plan_rollouts` refuses queries without samples. If there are any, pass it
@@ -63,7 +63,8 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
 
 
 class ProfileFile:
-    """A profile that is open for writing, new or continued. ``done`` has the indices of the queries that it contains.
+    """A profile that is open for writing: a new file, or a file that is continued. ``done`` has the indices of the
+    queries that the file contains.
 
     An incomplete last line, which a crash may leave, is removed. A profile with other settings, or a file that is not a
     profile, is refused and not changed.
@@ -126,7 +127,8 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record
 
 def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
     """Returns all rows of a JSONL file, or of a dataset that the datasets library loads by name. Each row has all
-    columns. ``prompt_column`` is renamed to ``prompt``, as in TRL, and replaces any other column of that name.
+    columns. ``prompt_column`` is renamed to ``prompt``, as in TRL, and replaces any other column with the name
+    ``prompt``.
     """
     if Path(dataset).is_file():
         rows = _json_lines(Path(dataset))

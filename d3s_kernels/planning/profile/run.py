@@ -73,8 +73,8 @@ class OwnNumbers(LogitsProcessor):
     """Samples a token for each row with the row's own random numbers, and masks all other tokens, so that greedy search
     takes the sampled token.
 
-    ``generate`` itself would draw the tokens of a whole batch from one generator: a query's completions would depend on
-    the other rows of the batch, and would change after a restart.
+    ``generate`` itself would draw the tokens of a whole batch from one generator. Then a query's completions would
+    depend on the other rows of the batch, and a restart would change the completions.
     """
 
     def __init__(self, rows: Sequence[random.Random], temperature: float) -> None:
@@ -84,7 +84,7 @@ class OwnNumbers(LogitsProcessor):
         reached = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         numbers = torch.tensor([row.random() for row in self.rows], dtype=torch.float64, device=scores.device)
         below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # even after rounding: random() is at most 1 - 2^-53
-        token = torch.searchsorted(reached, below_the_sum, right=True)  # the first larger sum: the token has p > 0
+        token = torch.searchsorted(reached, below_the_sum, right=True)  # the first larger sum: the token's p is above 0
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
 
@@ -171,7 +171,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         assert spec is not None  # since the name ends in .py
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
+        sys.path.insert(0, str(path.resolve().parent))  # so that the file can import other files of its folder
         sys.modules.setdefault(path.stem, module)
         spec.loader.exec_module(module)
     else:
@@ -188,7 +188,9 @@ def load_reward(name: str) -> Callable[..., Any]:
 
 
 def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids: Sequence[list[int]]) -> list[float]:
-    """Returns the reward of each completion of a query: NaN for None, which in TRL means "cannot be scored"."""
+    """Returns the reward of each completion of a query. It is NaN if the function gives None ("cannot be scored" in
+    TRL).
+    """
     count = len(completions)
     not_passed = {"prompt", "completion", "completion_ids"}  # TRL does not pass these columns on either
     rewards = reward(
