@@ -57,9 +57,9 @@ def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueE
 
 
 def _require_subclass(name: str, value: object, takes: str) -> Tensor:
-    """Checks a value whose type is neither exactly Tensor nor exactly Parameter, and returns the value. To save time,
-    callers do not check a value of exactly these two types: if the ops cannot read its layout, the dispatcher refuses
-    it (``_dispatch/registration.py``).
+    """Checks that a value is a tensor that the ops can read, and returns it. To save time, callers skip this check for
+    a plain Tensor or Parameter: the dispatcher refuses these if the ops cannot read their layout
+    (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")

@@ -66,7 +66,7 @@ def calls() -> dict[str, Callable[[], object]]:
     flat, rewards = scores.view(-1), torch.zeros(1 << 16)
     return {
         "topk_mask, 512 x 8,192": lambda: d3s.topk_mask(scores, 0.2),
-        "topk_mask, 512 ragged segments of 4 M scores": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets),
+        "topk_mask, 512 ragged segments, 4 M scores in all": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets),
         "the same segments, max_segment=8192": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets, max_segment=8192),
         "select_tokens, a batch of 4 M scores": lambda: d3s.select_tokens(scores, advantages, 0.2),
         "max_variance_select, 1,024 groups of 64": lambda: d3s.max_variance_select(rewards.view(-1, 64), 16),

@@ -118,8 +118,8 @@ struct KeptGradient {
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 
-// out[token] += the sum of grad * hidden[row] over the places of the token, added in the order of the places.
-// bias_out[token] += the sum of grad over these places. `out` has the type of `hidden`, or float32, and may have no
+// A token may be in the spans of several rows. For each of these rows, in their order, adds grad * hidden[row] to
+// out[token], and grad to bias_out[token]. `out` has the type of `hidden`, or float32, and may have no
 // columns. bias_out may be null.
 void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);

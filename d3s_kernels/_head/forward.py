@@ -32,7 +32,9 @@ class Picked(NamedTuple):
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
-        """Picks the rows that the mask marks. If ``other_exceeded`` is true, the bound always counts as exceeded."""
+        """Picks the rows that the mask marks. ``other_exceeded`` says whether another bound of the same call was
+        exceeded; if so, this bound counts as exceeded too.
+        """
         room = int(mask.sum()) if bound is None else min(bound, mask.numel())
         indices, count = _op.compact.default(mask, room)
         other = None if other_exceeded is None else other_exceeded.view(1)
