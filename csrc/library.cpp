@@ -38,12 +38,12 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // With a sampling mask, kept_logits computes only the logits of kept tokens. The result is a list with one place
-    // for each id of the sampling mask, and then one place for the label of each row. If such a list is passed to the
-    // ops above, `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward computes the
-    // gradient of the list, and the row and the token of each place. If a place has no gradient, its row is -1. From
-    // these results, kept_hidden_grad_ computes the gradient of the hidden states, and kept_weight_grad_ computes the
-    // gradients of weight and bias.
+    // With a sampling mask, kept_logits computes only the logits of kept tokens. It returns a list: first one logit for
+    // each id of the sampling mask, then one logit for the label of each row. If such a list is passed to the ops
+    // above, `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward returns three lists of
+    // the same length: the gradient of each logit, its row (-1 if it has no gradient), and its token. From these lists,
+    // kept_hidden_grad_ computes the gradient of the hidden states, and kept_weight_grad_ the gradients of weight and
+    // bias.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
     "Tensor? mask=None, SymInt? first_token=None, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",

@@ -96,7 +96,7 @@ AGAINST = {"copy": "a copy", "CUDA library": "our CUDA kernel", "matmul": "its m
 
 BEGIN = """# Performance
 
-![how many times as fast the ops are as what is run today, op by op]({picture})
+![for each op: its speed over the speed of the code that is used today]({picture})
 
 `tools/performance.py` writes this page from [`benchmarks/results`](../benchmarks/results).
 
