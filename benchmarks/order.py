@@ -27,7 +27,7 @@ THEN: tuple[tuple[str, float], ...] = (
     ("bench_ratios.py::test_forward", 10),
     ("bench_sampling_masks_head.py::test_forward_and_backward", 15),
     ("bench_sampling_masks.py", 15),
-    ("bench_trl_step.py::test_update", 60),
+    ("bench_trl_step.py::test_update", 90),
     ("bench_head.py::test_accumulated_gradients", 15),
     ("bench_head.py::test_every_gradient", 20),
     ("bench_topk_mask.py::test_ragged", 30),
@@ -46,7 +46,7 @@ LAST: tuple[tuple[str, float], ...] = (
     ("bench_head.py::test_verl", 60),
     ("bench_ratios.py::test_compiled", 60),
     ("bench_logprob_entropy.py::test_compiled", 60),
-    ("bench_trl_step.py", 60),
+    ("bench_trl_step.py", 90),
     ("bench_head.py::test_unsloth", 60),
 )
 OTHERS_SECONDS = 15.0

@@ -122,13 +122,13 @@ class Update:
             loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
         trainer.model.zero_grad(set_to_none=True)  # so the next call allocates gradients again, which its peak includes
+        if not trainer.forwards:
+            raise RuntimeError(f"{self.name}: TRL scores tokens in another way, so the model's own entropies counted")
         return loss.item()
 
     @property
     def did(self) -> str:
-        """What the latest call forwarded, and what it kept."""
-        if not self.trainer.forwards:
-            raise RuntimeError(f"{self.name}: TRL scores tokens in another way, so the model's own entropies counted")
+        """What the latest call forwarded, and what it kept. Less, or nothing, if time was up during that call."""
         parts = []
         for rows, columns, tokens in self.trainer.forwards:
             parts.append(f"{rows} rows x {columns:,} columns, {1 - int(tokens) / (rows * columns):.0%} padding")
