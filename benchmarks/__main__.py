@@ -42,9 +42,7 @@ from .judging import RULES
 from .sizes import rollouts, sizes_for
 from .targets import (
     AVX2_ENVIRONMENT,
-    FULL_COMPLETIONS,
     SMALL_VOCABULARY,
-    STEP_CONTEST,
     STEP_MEMORY,
     TARGETS,
     UNSLOTH_ENVIRONMENT,
@@ -52,6 +50,7 @@ from .targets import (
     targets_of,
 )
 from .timing import Contenders, Log
+from .withdrawn import FULL_UPDATE
 
 HERE = Path(__file__).parent
 # With this variable, torch asks the system for pages of 2 MiB. With pages of 4 KiB, getting fresh memory takes longer
@@ -256,7 +255,7 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
     CPU, the peaks are measured here, each contender in a process of its own.
     """
     if options.device == "cuda":
-        held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, {FULL_COMPLETIONS}, 0.5B"}
+        held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: FULL_UPDATE}
         return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}
     return {what: {} if options.only else memory.measure(what, options.short) for what in memory.CONTESTS}
 

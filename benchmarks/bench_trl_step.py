@@ -6,7 +6,8 @@ from . import inputs, trl_peers
 from .computed import FEW, MORE, SOURCE, WITH_FEW
 from .harness import Contest
 from .sizes import Sizes, rollouts
-from .targets import FULL_COMPLETIONS, RECORDED, SMALL_MODEL, SMALL_VOCABULARY, STEP_CONTEST
+from .targets import RECORDED, SMALL_MODEL, SMALL_VOCABULARY
+from .withdrawn import FULL_COMPLETIONS, UPDATE
 
 LENGTHS = [RECORDED, FULL_COMPLETIONS]
 SHAPE = "0.5B" if inputs.contests_of == "cuda" else SMALL_MODEL
@@ -33,7 +34,7 @@ def test_update(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None
         return Update(name, sizes, MODEL, full=lengths == FULL_COMPLETIONS)
 
     contest(
-        f"{STEP_CONTEST}, {lengths}, {SHAPE}",
+        f"{UPDATE}, {lengths}, {SHAPE}",
         size,
         of(OURS),
         peers={GRPO: of(GRPO)},
@@ -53,7 +54,7 @@ def test_whole_model(contest: Contest, sizes: Sizes, size: str, lengths: str) ->
         return Update(name, sizes, model, full=lengths == FULL_COMPLETIONS)
 
     contest(
-        f"{STEP_CONTEST}, {lengths}, {SOURCE}",
+        f"{UPDATE}, {lengths}, {SOURCE}",
         size,
         of(OURS, MORE),
         peers={GRPO: of(GRPO, MORE)},

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ copies of them in turn, which are together larger than the GPU's cache. An overh
 Times are those of the fastest round, because a CPU is shared: the fastest of many rounds is what the work takes when
 nobody interferes. Ratios are of fastest rounds, too. From nine rounds on, the range of a ratio follows: the rounds
 are dealt in turn into three parts, and the range has the ratios of the three. Medians stand beside both. A contender
-that takes very long is timed once; the range then allows for an error of 15 % in that time. Probes, of reading memory
+that takes very long is not timed in every round, but in one call or as the fastest of three; the range then allows for
+an error of 15 % in that time. Probes, of reading memory
 and of a product of matrices, run between the rounds. All contenders take memory in pages of 2 MiB
 (`THP_MEM_ALLOC_ENABLE=1`), because getting fresh memory in pages of 4 KiB takes longer than using it. "TRL" is TRL's
 torch functions on `[B, T, V]` logits. "Unsloth's head, in torch" is Unsloth's code for devices without Triton. "AVX2
@@ -141,6 +143,11 @@ def with_range(text: str, ends: list[float] | None) -> str:
 
 def of_size(what: str, size: str) -> str:
     return f"{what}, {size}" if size else what
+
+
+def elements(size: str) -> int:
+    """The product of the numbers in `8,192 x 8,192 x 8,192 bfloat16`."""
+    return prod(int(word.replace(",", "")) for word in size.split() if word[0].isdigit())
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,6 @@ page.py makes a page.
 
 import re
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.text import Text
 from .clock import FEW_CALLS, NOT_RECORDED
 from .harness import OURS
 from .judging import REPORTED, Faster, Ratio, Rule, ShareOf, Target, Verdict, Within, interval, verdict
-from .page import SPECIFIED, duration
+from .page import SPECIFIED, duration, elements
 from .timing import SAME_CLOCK, Contenders, Log, Timing, at_another_clock
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller peaks are not visible
@@ -193,11 +192,6 @@ def teraflops(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
     """The rates of bare matrix products, in 1e12 operations per second."""
     found = {name.removeprefix("bare "): next(iter(of.values())) for name, of in contests.items() if "bare " in name}
     return {name: 2 * elements(timing.size) / rule.of(timing) / 1e12 for name, timing in found.items()}
-
-
-def elements(size: str) -> int:
-    """The product of the numbers in `8,192 x 8,192 x 8,192 bfloat16`."""
-    return prod(int(word.replace(",", "")) for word in size.split() if word[0].isdigit())
 
 
 def byte_count(timing: Timing) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 
 from .judging import Faster, ShareOf, Target, Under, Within
 
-STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
-RECORDED, FULL_COMPLETIONS = "recorded lengths", "full completions"
+RECORDED = "recorded lengths"
 # Qwen2.5-7B's time is computed (computed.py) from the times of models that have few of its layers, but its whole head.
 LAYERS_OF_7B, COMPUTED_FROM = 28, (2, 6)
 SMALL_MODEL, SMALL_VOCABULARY = "8 layers of 256", 12_288

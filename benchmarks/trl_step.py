@@ -113,11 +113,9 @@ class Update:
         return kept
 
     def __call__(self) -> float:
-        self.trainer.forwards.clear()
-        return self.backward(self.kept())
-
-    def backward(self, batch: dict[str, Any]) -> float:
         trainer = self.trainer
+        trainer.forwards.clear()
+        batch = self.kept()
         with trainer.compute_loss_context_manager(), d3s_head() if self.name == GRPO_OUR_HEAD else nullcontext():
             loss = trainer.compute_loss(trainer.model, batch)
         loss.backward()
@@ -127,15 +125,21 @@ class Update:
         return loss.item()
 
     @property
+    def forwarded(self) -> list[str]:
+        """What the latest call forwarded. Less, or nothing, if time was up during that call."""
+        return [
+            f"{rows} rows x {columns:,} columns, {1 - int(tokens) / (rows * columns):.0%} padding"
+            for rows, columns, tokens in self.trainer.forwards
+        ]
+
+    @property
     def did(self) -> str:
-        """What the latest call forwarded, and what it kept. Less, or nothing, if time was up during that call."""
-        parts = []
-        for rows, columns, tokens in self.trainer.forwards:
-            parts.append(f"{rows} rows x {columns:,} columns, {1 - int(tokens) / (rows * columns):.0%} padding")
+        """What the latest call forwarded, and what it kept."""
+        kept = []
         if isinstance(self.trainer, D3STrainer):
-            kept, all_tokens = self.trainer._just_kept.value(), int(self.batch["num_items_in_batch"])
-            parts.append(f"{kept:,} of {all_tokens:,} tokens kept")
-        return "; ".join(parts)
+            number, all_tokens = self.trainer._just_kept.value(), int(self.batch["num_items_in_batch"])
+            kept = [f"{number:,} of {all_tokens:,} tokens kept"]
+        return "; ".join([*self.forwarded, *kept])
 
 
 class KnownUpdate(Update):
@@ -147,11 +151,10 @@ class KnownUpdate(Update):
         super().__init__(OURS_PASS, sizes, shape)
         if not cut:
             self.trainer._tokens_are_independent = lambda batch: False
-        self.chosen = self.kept()
+        self.chosen = super().kept()
 
-    def __call__(self) -> float:
-        self.trainer.forwards.clear()
-        return self.backward(self.chosen)
+    def kept(self) -> dict[str, Any]:
+        return self.chosen
 
 
 class EntropyPass(Update):
@@ -170,7 +173,7 @@ class EntropyPass(Update):
 
     @property
     def did(self) -> str:
-        return super().did.rpartition("; ")[0]
+        return "; ".join(self.forwarded)
 
 
 @lru_cache(maxsize=2)

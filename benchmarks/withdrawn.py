@@ -7,7 +7,7 @@ H200 = "nvidia-h200-2026-11-27"
 XEON = "intel-r-xeon-r-processor-2-cores-2026-11-27"
 GPUS = (H100, H200)
 
-UPDATE = "TRL's update, half of the rollouts and 10% of their tokens"
+UPDATE = "TRL's update, half of the rollouts and 10% of their tokens"  # a name of today, too (targets.py)
 KNOWN = "TRL's update, 10% of the tokens known before, of what they need"
 PASS = "entropy pass, half of the rollouts without advantage"
 TWO_LAYERS = "7B, 2 of its layers"
@@ -18,7 +18,8 @@ SETS = ("1", "64", "512", "4,096")
 # All completions of this contest are full. Its name says so now, since there is also a contest with recorded lengths.
 # Today the contest has recorded rewards and entropies. Earlier, its rollouts were one group with normally distributed
 # advantages.
-FULL_UPDATE = f"{UPDATE}, full completions, 0.5B"
+FULL_COMPLETIONS = "full completions"
+FULL_UPDATE = f"{UPDATE}, {FULL_COMPLETIONS}, 0.5B"
 RENAMED = {f"{UPDATE}, 0.5B": FULL_UPDATE}
 
 

@@ -21,6 +21,7 @@ from performance import ROOT, newest
 from performance_picture import MOST_BYTES, words_in
 
 import d3s_kernels as d3s
+from benchmarks.withdrawn import FULL_UPDATE
 from d3s_kernels._page.render import LEVELS, darkest_from, shade
 from d3s_kernels.savings.model import from_config
 
@@ -28,7 +29,6 @@ PICTURE = ROOT / "docs" / "overview.png"
 BATCH = Path(__file__).with_name("overview_batch.json")
 KEEP, RATIO = 4, 0.1  # of a group's 8 rollouts on average, and of the kept rollouts' tokens; as in the contest
 OPENED = 1, 2  # the question and the answer whose tokens are shown
-CONTEST = "TRL's update, half of the rollouts and 10% of their tokens, full completions, 0.5B"
 CONTENDERS = {
     "TRL, everything": "GRPOTrainer",
     "with our LM head": "GRPOTrainer with our LM head",
@@ -95,7 +95,7 @@ def shown_of(batch: dict[str, Any], run: dict[str, Any]) -> Shown:
     shades = [shade(score, darkest) / (LEVELS - 1) for score in scores[place].tolist()]
     texts = groups[-1]["answers"][opened]["tokens"]
 
-    contest = run["contests"][CONTEST]
+    contest = run["contests"][FULL_UPDATE]
     times = {name: 1e3 * contest[contender]["median_seconds"] for name, contender in CONTENDERS.items()}
     everything, _, ours = times.values()
     rollouts, length, _ = contest["d3s_kernels"]["size"].split(" x ")

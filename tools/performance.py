@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from math import prod
 from pathlib import Path
 
-from performance_picture import MOST_BYTES, draw, words, words_in
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+from performance_picture import MOST_BYTES, draw, words, words_in  # it also makes `benchmarks` importable
 
 from benchmarks import page as pages
 from benchmarks.page import SPECIFIED, Row, Run
@@ -92,7 +89,7 @@ MISSED = {
     f"{HEAD}, wide, bf16, fp32 logits": "LM head, forward, float32 logits",
     "max_variance_select, pool": "`max_variance_select` in one pool",
 }
-AGAINST = {"copy": "a copy", "CUDA library": "our CUDA kernel", "matmul": "its matrix product"}
+AGAINST = OTHERS | {"copy": "a copy", "CUDA library": "our CUDA kernel"}
 
 BEGIN = """# Performance
 
@@ -245,8 +242,8 @@ def said_plainly(gpus: list[Run]) -> str:
 def bytes_a_second(run: Run) -> str:
     """The forward reads each logit once."""
     timing = run["contests"]["logprob_entropy forward"]["d3s_kernels"]
-    *shape, dtype = timing["size"].replace(",", "").replace(" x ", " ").split()
-    rate = prod(map(int, shape)) * {"bfloat16": 2}[dtype] / timing["median_seconds"]
+    itemsize = {"bfloat16": 2}[timing["size"].split()[-1]]
+    rate = itemsize * pages.elements(timing["size"]) / timing["median_seconds"]
     name = pages.name_of(run)
     return f"{rate / 1e12:.2f} TB/s on the {short(run)} (specified: {SPECIFIED[name] / 1e12:.3g})"
 

@@ -72,9 +72,8 @@ def main() -> None:
             else:
                 answers.append({"reward": int(reward), "entropy": [round(100 * each) for each in entropy]})
         groups.append({"question": problem.question, "answers": answers})
-    batch = {"model": given.model.name.removesuffix("-Instruct"), "seed": wanted.seed, "groups": groups}
-    if not wanted.texts:
-        batch["limit"] = wanted.limit
+    batch: dict[str, Any] = {"model": given.model.name.removesuffix("-Instruct"), "seed": wanted.seed}
+    batch |= ({} if wanted.texts else {"limit": wanted.limit}) | {"groups": groups}
     compact = None if wanted.texts else (",", ":")
     wanted.file.write_text(json.dumps(batch, ensure_ascii=False, separators=compact) + "\n", encoding="utf-8")
 

@@ -66,10 +66,8 @@ def from_config(config: Mapping[str, Any], numbers: Mapping[str, Any] | None = N
         return value
 
     hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
-    head_dim, every = (
-        size("head_dim", None if name in OWN_HEAD_DIM else hidden // heads),
-        size("decoder_sparse_step", 1),
-    )
+    head_dim = size("head_dim", None if name in OWN_HEAD_DIM else hidden // heads)
+    every = size("decoder_sparse_step", 1)
     sparse = sum(name in EXPERTS and at % every == 0 and at - 1 not in dense for at in range(1, layers + 1))
     linear = layers * 2 * hidden * head_dim * (heads + size("num_key_value_heads"))
     mlps = (layers - sparse) * 3 * hidden * size("intermediate_size") if sparse < layers else 0
