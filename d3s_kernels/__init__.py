@@ -6,6 +6,7 @@ from ._dispatch.faults import synchronize_checks
 from ._own_logits import UnsupportedHead
 from .compare import Comparison, Difference, compare
 from .heads import lm_head
+from .micro_batches import MicroBatch, micro_batches
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
@@ -28,6 +29,7 @@ __all__ = [
     "Comparison",
     "Difference",
     "DownSamplingSchedule",
+    "MicroBatch",
     "PlanSampler",
     "RolloutPlan",
     "SamplingMask",
@@ -51,6 +53,7 @@ __all__ = [
     "load_profile",
     "logprob_entropy",
     "max_variance_select",
+    "micro_batches",
     "plan_rollouts",
     "sampling_mask_from_logits",
     "select_rollouts",

@@ -32,6 +32,13 @@ OFF_POLICY_SHARE = "d3s/off_policy_share"
 logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
 """
 
+PADDING_NAMES = {
+    "d3s/padding": "share of the forwarded positions that are padding",
+    "d3s/padding_before": "the same share if all kept rollouts were as wide as the longest prompt and completion",
+    "d3s/largest_micro_batch": "number of positions of the largest micro-batch of any process, padding included",
+}
+"""Every metric of the update's micro-batches, and its meaning. Logged by trainers whose micro-batches we cut."""
+
 SAMPLING_NAMES = {
     "d3s/set_size_mean": "mean number of ids in the set that a token was drawn from",
     "d3s/set_size_p99": "99th percentile of the number of ids in a token's set",
@@ -200,6 +207,22 @@ def selection_metrics(
         after = 3 * (1 - h) * f + h * (f + 3 * k)
         metrics["d3s/flops_saved"] = 1 - after / (3 * (1 - h) + 4 * h)
     return metrics
+
+
+def padding_metrics(sums: Tensor, largest: Tensor) -> dict[str, Tensor]:
+    """Returns the metrics of an update's micro-batches, from their sums over all processes.
+
+    Args:
+        sums: integers ``[4]``: the number of tokens, and of positions with padding, before rows were cut; then both
+            numbers for what is forwarded.
+        largest: 0-d, the number of positions of the largest micro-batch.
+    """
+    tokens_before, before, tokens, after = sums.double()
+    return {
+        "d3s/padding": 1 - tokens / after,
+        "d3s/padding_before": 1 - tokens_before / before,
+        "d3s/largest_micro_batch": largest.double(),
+    }
 
 
 def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = None) -> Tensor:

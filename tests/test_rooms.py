@@ -23,10 +23,10 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 ROOMS = {
     "__main__": "_doctor planning savings",
     "_doctor": "_dispatch _exact compare",
-    "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics page "
-    "ratios recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
+    "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics "
+    "micro_batches page ratios recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
     "planning": "_arguments",
-    "savings": "_head _segments rollouts selection selection_options tokens",
+    "savings": "_head _segments micro_batches rollouts selection selection_options tokens",
     # what users call
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
     "metrics": "rollouts schedule tokens",
@@ -40,6 +40,7 @@ ROOMS = {
     "rollouts": "_across_ranks _arguments _dispatch _segments _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
+    "micro_batches": "_groups",
     "denominators": "",
     "recorder": "",
     "sampling_rules": "_arguments _dispatch sampling",

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 START, CONTENTS = PurePosixPath("README.md"), PurePosixPath("docs/index.md")
 API = PurePosixPath("docs/site/api")
 API_PAGES = (
-    "selection", "rollouts", "tokens", "trust", "vocabulary", "sampling_masks", "ratios", "schedule", "planning",
-    "distributed", "checks", "metrics", "trl", "verl",
+    "selection", "rollouts", "tokens", "trust", "vocabulary", "sampling_masks", "ratios", "schedule", "micro_batches",
+    "planning", "distributed", "checks", "metrics", "trl", "verl",
 )  # fmt: skip
 
 Places = dict[PurePosixPath, PurePosixPath]

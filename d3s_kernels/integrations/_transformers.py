@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+def imply(options: Any, option: str, implied: dict[str, Any]) -> None:
+    """Sets the options that ``option`` implies. Raises a ValueError if one of them was set to another value."""
+    for name, takes in implied.items():
+        value = getattr(options, name)
+        if value not in (getattr(type(options), name), takes):
+            raise ValueError(
+                f"{name}: got {value!r} beside {option}, which takes {takes!r}; for another choice leave out "
+                f"{option.split()[0]}"
+            )
+        setattr(options, name, takes)
+
+
 def check_token_options(options: Any, section: str = "") -> None:
     """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
 
@@ -34,14 +46,7 @@ def check_token_options(options: Any, section: str = "") -> None:
             "token_rule": "entropy", "token_ratio_start": share, "token_ratio_end": share, "token_scope": "batch",
             "drop_zeros": False, "loss_denominator": "all",
         }  # fmt: skip
-        for name, takes in implied.items():
-            value = getattr(options, name)
-            if value not in (getattr(type(options), name), takes):
-                raise ValueError(
-                    f"{name}: got {value!r} beside top_entropy_quantile {share}, which takes {takes!r}; for another "
-                    "choice of tokens leave top_entropy_quantile at 1.0"
-                )
-            setattr(options, name, takes)
+        imply(options, f"top_entropy_quantile {share}", implied)
     check_token_rule(options, section)
     if options.token_rule == "entropy_quantile" and options.world_size > 1:
         raise ValueError(

@@ -41,7 +41,7 @@ def test_defaults_are_the_papers() -> None:
         "rollout_rule": "max_variance", "token_rule": "advantage_entropy", "entropy_from": "auto",
         "loss_denominator": "kept", "drop_zeros": False, "advantages_from": "all", "importance_sampling_level": "token",
         "espo_quantiles": [0.8], "espo_alpha": 0.02, "espo_denominator": "self", "sampling_mask": False,
-        "max_kept": 512,
+        "max_kept": 512, "logits_dtype": "float32", "order_rows": "auto", "keep_all": False,
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -53,6 +53,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("token_scope", "group", "'batch' or 'sequence'"),
     ("entropy_from", "old", "'auto' or 'update' or 'rollout'"),
     ("loss_denominator", "none", "'kept' or 'all'"),
+    ("keep_all", 1, "true or false"),
+    ("order_rows", "length", "'auto' or 'work' or 'none'"),
+    ("logits_dtype", "bfloat16", "'float32' or 'auto'"),
     ("advantages_from", "group", "'all' or 'kept'"),
     ("rollouts_start", 0, SHARE),
     ("rollouts_start", 4.5, SHARE),
@@ -96,6 +99,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
             "token_rule": "advantage", "token_ratio_start": 0.5, "token_scope": "sequence", "drop_zeros": True,
         }.items()
     },
+    "rollouts_start: got 0.5 beside keep_all, which takes 1.0; for another choice leave out keep_all": {
+        "keep_all": True, "rollouts_start": 0.5,
+    },
     "refill: got -1; takes a whole number of at least 0": {"refill": -1},
     "scale_rewards: got 'batch' with refill; takes 'group' or 'none'": {"refill": 1, "scale_rewards": "batch"},
     "multi_objective_aggregation: got 'normalize_then_sum'": {
@@ -133,6 +139,7 @@ CHANGED: dict[str, Any] = {
     "advantages_from": "kept", "selection_page_steps": 7, "importance_sampling_level": "entropy_group",
     "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old", "sampling_mask": True, "max_kept": 64,
     "refill": 2, "off_policy_rule": "token_mask", "off_policy_low": 0.4, "off_policy_high": 4.0,
+    "logits_dtype": "auto", "order_rows": "work",
 }  # fmt: skip
 
 
@@ -155,7 +162,7 @@ three_ways = pytest.mark.parametrize("way", ["python", "command line", "yaml"])
 
 @three_ways
 def test_every_option_can_be_set(way: str, tmp_path: Path) -> None:
-    assert OURS | {"importance_sampling_level"} == CHANGED.keys()
+    assert OURS - {"keep_all"} | {"importance_sampling_level"} == CHANGED.keys()
     config = configured(way, tmp_path, {"num_generations": 8, "top_k": 50} | CHANGED)
     assert {name: getattr(config, name) for name in CHANGED} == CHANGED
     assert (config.schedule().start, config.schedule().end) == (Budget(2, 0.1), Budget(5, 0.3))
@@ -168,6 +175,11 @@ def test_every_option_has_help() -> None:
     for name, signature in {"rollout_rule": d3s.select_rollouts, "token_rule": d3s.select_tokens}.items():
         for rule in actions[name].choices:
             assert f'"{rule}"' in signature.__doc__
+
+
+def test_keep_all_drops_nothing() -> None:
+    config = D3SConfig("out", keep_all=True, num_generations=8, use_cpu=True, bf16=False)
+    assert config.schedule().start == config.schedule().end == Budget(8, 1.0)
 
 
 @three_ways

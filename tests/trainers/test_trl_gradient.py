@@ -23,7 +23,7 @@ from batches import (
 from tiny_trl import GROUP, PlainTrainer, model, trainer
 
 import d3s_kernels as d3s
-from d3s_kernels.integrations.trl.batch import trimmed
+from d3s_kernels.integrations.trl.columns import MayCut, trimmed
 from d3s_kernels.integrations.trl.tokens import UNMEASURED
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -172,7 +172,7 @@ def test_a_process_with_masked_rollouts_alone_adds_nothing_to_what_is_logged() -
     batch, masked = (with_old_policy(micro_batch(seed), model(), reference=True) for seed in (3, 4))
     masked["completion_mask"] *= 0
     alone = logged_together(made, [batch])
-    together = logged_together(made, [trimmed(masked, None), batch])
+    together = logged_together(made, [trimmed(masked, None, MayCut(True, True)), batch])
     assert alone["clip_ratio/region_mean"] > 0
     for name in ("entropy", "kl", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"):
         assert together[name] == pytest.approx(alone[name]), name

@@ -21,7 +21,7 @@ import trl.trainer.utils as trl_utils
 from batches import micro_batch
 from tiny_trl import trainer
 
-from d3s_kernels import UnsupportedHead
+from d3s_kernels import SamplingMask, UnsupportedHead, linear_logprob_entropy, reference
 from d3s_kernels.heads import read_head
 from d3s_kernels.integrations.trl import head as our_head
 from d3s_kernels.integrations.trl.head import OurHead, check_head, d3s_head
@@ -202,6 +202,76 @@ def test_trl_is_as_it_was_afterwards() -> None:
     with pytest.raises(ZeroDivisionError), d3s_head():
         1 / 0  # noqa: B018
     assert vars(trl_utils) == before
+
+
+# ---- the dtype of its logits -----------------------------------------------------------------------------------------
+
+
+def head_arguments(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Hidden states, weight, bias and labels for our head, of 24 tokens and a vocabulary of 300."""
+    hidden, weight, bias = (torch.randn(shape).to(dtype) for shape in ((24, 64), (300, 64), (300,)))
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), torch.randint(300, (24,))
+
+
+def draw_sets(labels: Tensor) -> Tensor:
+    """A set of 5 ids for each label, which has the label in the middle."""
+    return ((labels.unsqueeze(1) + torch.arange(-2, 3)) % 300).int()
+
+
+@pytest.mark.parametrize("with_sets", [False, True])
+def test_auto_rounds_logits_to_the_dtype_of_the_products(with_sets: bool) -> None:
+    """Bit by bit, forward and backward. The default is float32, which is nearer to the exact results."""
+    hidden, weight, bias, labels = inputs = head_arguments(torch.bfloat16)
+    sets = (draw_sets(labels), torch.ones(24, dtype=torch.bool)) if with_sets else None
+    spans = {"sampling_mask": SamplingMask.from_padded(sets[0])} if sets else {}
+
+    def found(logprob: Tensor, entropy: Tensor) -> list[Tensor]:
+        gradients = torch.autograd.grad((logprob - 2 * entropy).sum(), (hidden, weight, bias))
+        return [logprob.detach(), entropy.detach(), *gradients]
+
+    of = {}
+    for option, dtype in {"auto": torch.bfloat16, "float32": torch.float32}.items():
+        options = {} if option == "float32" else {"logits_dtype": option}
+        of[option] = found(*OurHead(sets=sets, **options).apply(*inputs, 0.7, 16)[:2])
+        expected = found(
+            *linear_logprob_entropy(
+                hidden, weight, labels, bias=bias, temperature=0.7, logits_dtype=dtype,
+                max_dense_rows=0 if with_sets else None, **spans,
+            )
+        )  # fmt: skip
+        assert all(map(torch.equal, of[option], expected))
+    exact = reference.linear_logprob_entropy(hidden, weight, labels, bias=bias, temperature=0.7, **spans)
+    for rounded, wide, best in zip(of["auto"][:2], of["float32"][:2], exact, strict=True):
+        assert (wide - best).norm() < 0.1 * (rounded - best).norm()
+
+
+@needs_trls
+def test_auto_rounds_logits_as_trls_head_does() -> None:
+    """Under autocast, too. Both heads have the scores of the same rounded logits, up to the order of sums."""
+    hidden, weight, bias, labels = head_arguments(torch.float32)
+    more = labels, 0.7, 16, None, 1.0, ("log_probs", "entropy")
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = our_head._TRLS_HEAD.apply(hidden, weight, bias, *more)[:2]
+        auto, wide = (
+            OurHead(logits_dtype=dtype).apply(hidden, weight, bias, *more)[:2] for dtype in ("auto", "float32")
+        )
+    for same, other, trls in zip(auto, wide, theirs, strict=True):
+        assert (same - trls).norm() < 0.1 * (other - trls).norm()
+
+
+def test_auto_is_float32_where_the_products_are() -> None:
+    inputs = head_arguments(torch.float32)
+    auto, wide = (OurHead(logits_dtype=dtype).apply(*inputs, 0.7, 16)[:2] for dtype in ("auto", "float32"))
+    assert all(map(torch.equal, auto, wide))
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_dtype": "auto"}])
+def test_the_trainers_option_reaches_the_head(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, apply = [], OurHead.apply
+    monkeypatch.setattr(OurHead, "apply", lambda head, *more: seen.append(head.logits_dtype) or apply(head, *more))
+    made = trainer(**options)
+    made.compute_loss(made.model, micro_batch(1))
+    assert seen == [options.get("logits_dtype", "float32")]
 
 
 # ---- heads that are refused ------------------------------------------------------------------------------------------

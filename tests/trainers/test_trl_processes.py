@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 from processes import run_processes
+from test_trl_micro_batches import assert_same_gradients
 from tiny_trl import model, trainer
 from trl_ranks import ROWS, batch_of_rank, kinds_of, outcome
 
@@ -135,6 +136,15 @@ def test_training_keeps_the_processes_together(together: tuple) -> None:
     first, *others = (one["weights"] for one in together[3])
     assert all(torch.equal(first, other) for other in others)
     assert not torch.equal(first, torch.cat([parameter.detach().flatten() for parameter in model().parameters()]))
+
+
+def test_with_nothing_dropped_the_gradient_is_trls(together: tuple) -> None:
+    """The k-th micro-batch has as many rows on every process, since TRL gathers values of rows."""
+    rows = [[rows for rows, _ in one["shapes"]] for one in together[3]]
+    assert all(own == rows[0] for own in rows)
+    assert together[1].get("loss_type") == "bnpo" or len({*rows[0]}) > 1
+    for one in together[3]:
+        assert_same_gradients(one["ours"], one["theirs"])
 
 
 def test_pages_show_the_rollouts_of_all_processes(together: tuple) -> None:

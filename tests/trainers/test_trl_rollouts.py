@@ -12,7 +12,8 @@ from batches import generation_batch
 from tiny_trl import GROUP, PAD, trainer
 
 from d3s_kernels.integrations._transformers import without_spread
-from d3s_kernels.integrations.trl.batch import take, trimmed
+from d3s_kernels.integrations.trl.batch import take
+from d3s_kernels.integrations.trl.columns import MayCut, trimmed
 from d3s_kernels.selection import Selection, choose_rollouts
 
 
@@ -46,7 +47,7 @@ def test_trimmed_of_empty_columns(multiple: int | None, prompt: int, completion:
     batch["completion_mask"] = (torch.arange(10) < 5).long().expand(16, 10).clone()
     batch["prompt_mask"] = (torch.arange(4) >= 2).long().expand(16, 4).clone()
     batch["token_type_ids"] = torch.cat([batch["prompt_ids"], numbers], dim=1)
-    cut = trimmed(batch, multiple)
+    cut = trimmed(batch, multiple, MayCut(True, True))
     for name in ("prompt_ids", "prompt_mask"):
         assert torch.equal(cut[name], batch[name][:, 4 - prompt :])
     for name in BY_TOKEN:
@@ -54,14 +55,14 @@ def test_trimmed_of_empty_columns(multiple: int | None, prompt: int, completion:
     both = torch.cat([cut["prompt_ids"], numbers[:, :completion]], dim=1)
     assert torch.equal(cut["token_type_ids"], both)
     batch["importance_sampling_ratio"] = torch.ones(16, 1)  # of sequences
-    assert trimmed(batch, multiple)["importance_sampling_ratio"].shape == (16, 1)
+    assert trimmed(batch, multiple, MayCut(True, True))["importance_sampling_ratio"].shape == (16, 1)
 
 
 @pytest.mark.parametrize(("there", "left"), [(10, 2), (1, 1)])
 def test_trimmed_keeps_two_columns_of_nothing(there: int, left: int) -> None:
     batch = generation_batch(0, completion=there)
     batch["completion_mask"] *= 0
-    assert trimmed(batch, None)["completion_ids"].shape == (16, left)
+    assert trimmed(batch, None, MayCut(True, True))["completion_ids"].shape == (16, left)
 
 
 @pytest.mark.parametrize("tools", [False, True])

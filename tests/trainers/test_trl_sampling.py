@@ -17,7 +17,7 @@ from tiny_trl import GROUP, VOCABULARY, arguments, model, share_of_even, tokeniz
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 from d3s_kernels.integrations.trl.head import d3s_head, over_sets
-from d3s_kernels.metrics import NAMES, SAMPLING_NAMES
+from d3s_kernels.metrics import NAMES, PADDING_NAMES, SAMPLING_NAMES
 
 CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "temperature": 0.8}
 ON = CUT | {"sampling_mask": True}
@@ -88,7 +88,7 @@ def test_all_scores_of_a_run_are_those_of_the_sets(options: dict[str, Any], save
     assert ("beta" in options) == ("ref_per_token_logps" in batch)
     (row, *_) = [row for row in made.state.log_history if "loss" in row]
     assert {name for name in row if name.startswith("d3s/")} == {
-        *NAMES, *SAMPLING_NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"
+        *NAMES, *PADDING_NAMES, *SAMPLING_NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"
     } - {"d3s/flops_saved"}  # fmt: skip
     assert 1 <= row["d3s/set_size_mean"] <= row["d3s/set_size_p99"] <= 50
     assert 0 <= row["d3s/set_singletons"] < 1

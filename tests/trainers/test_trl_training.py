@@ -20,9 +20,9 @@ from d3s_kernels.integrations import trl as integration
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl import trainer as module
 from d3s_kernels.integrations.trl.scoring import Passes
-from d3s_kernels.metrics import NAMES
+from d3s_kernels.metrics import NAMES, PADDING_NAMES
 
-LOGGED = {*NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"} - {"d3s/flops_saved"}
+LOGGED = {*NAMES, *PADDING_NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"} - {"d3s/flops_saved"}
 
 
 def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from batches import Seen, forwards, generation_batch, gradients, rows_of, with_sets
-from tiny_trl import GROUP, generated, model, none_for_even_prompts, trainer
+from test_trl_micro_batches import trained
+from tiny_trl import GROUP, PlainTrainer, generated, model, none_for_even_prompts, trainer
 from torch import Tensor
 from traffic import counted
 
 from d3s_kernels import select_tokens
+from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 
 ROWS = 24  # three groups of 8; on two processes the second one lies on both
@@ -98,6 +100,15 @@ def refilled(folder: str) -> None:
     torch.save(found | {"weights": weights_of(made)}, Path(folder) / f"{here}.pt")
 
 
+def nothing_dropped(loss: str) -> dict[str, Any]:
+    """The gradients of TRL's trainer and of ours, and the shapes of our forwards."""
+    options = {"loss_type": loss, "ddp_backend": "gloo", "gradient_accumulation_steps": 3, "num_iterations": 2}
+    options |= {"max_steps": 2, "per_device_train_batch_size": GROUP}
+    _, theirs, _ = trained(PlainTrainer, options)
+    _, ours, shapes = trained(D3STrainer, options)
+    return {"theirs": theirs, "ours": ours, "shapes": shapes}
+
+
 def selected(folder: str, options: str) -> None:
     made = trainer(
         policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, output_dir=folder, selection_page_steps=1,
@@ -124,6 +135,7 @@ def selected(folder: str, options: str) -> None:
         sampled = {name: seen.tokens(name) for name in ("sampling_per_token_logps", "logprob", "log_mass", "over_all")}
     rows = [row for row in made.state.log_history if "d3s/tokens_kept" in row]
     found = {"logged": [(row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in rows], "sampled": sampled}
+    found |= nothing_dropped(made.loss_type)
     torch.save(found | {"weights": weights_of(made)}, Path(folder) / f"trained-{here}.pt")
 
 

@@ -74,7 +74,7 @@ METHODS = (
         "get_high_entropy_mask", "self entropies mask threshold",
         "overridden: in training the choice of tokens stands for TRL's",
     ),
-    Relied("_prepare_inputs", "self generation_batch", "splits the kept rows evenly over the steps of a generation"),
+    Relied("_prepare_inputs", "self generation_batch", "overridden: rows of its micro-batches are divided anew"),
     Relied("log", "self logs start_time", "overridden: our metrics become numbers"),
 )  # fmt: skip
 
@@ -101,13 +101,16 @@ HEAD = (
 
 # Attributes of a trainer that was made.
 ATTRIBUTES = {
+    "_buffered_inputs": "TRL's micro-batches of a generation batch",
     "_logs": "the table of completions gets the rows of a refilled batch",
     "_metrics": "TRL logs what is appended to it",
     "_tokenizer": "the token of padding",
+    "_step": "which of them the next one is",
     "accelerator": "processes and devices",
     "aux_loss_enabled": "the loss of a router depends on all tokens",
     "_entropy_bonus_enabled": "the entropy bonus depends on all tokens",
     "beta": "whether there is a pass of a reference",
+    "current_gradient_accumulation_steps": "how many micro-batches the optimizer step has",
     "epsilon_high": "replaced while ESPO's loss is computed",
     "epsilon_low": "replaced while ESPO's loss is computed",
     "importance_sampling_level": "whether tokens depend on each other",

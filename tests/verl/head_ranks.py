@@ -34,19 +34,19 @@ def make_model(backend: str | None, **options: Any) -> Any:
     return model
 
 
-def bare_engine(backend: str = "torch") -> Any:
+def bare_engine(backend: str = "torch", **options: Any) -> Any:
     """verl's engine without a model; its packed rows are filled up to a multiple of 16."""
     engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
     engine.pad_to_length, engine.pad_to_length_bucket, engine.use_ulysses_sp = True, 16, False
     engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
     engine.compute_entropy_from_logits = entropy_from_logits
-    engine.model_config = SimpleNamespace(fused_kernel_options={"impl_backend": backend})
+    engine.model_config = SimpleNamespace(fused_kernel_options={"impl_backend": backend} | options)
     return engine
 
 
-def outputs_of(backend: str, model: Any, data: TensorDict, padded: bool = True) -> dict[str, Tensor]:
+def outputs_of(backend: str, model: Any, data: TensorDict, padded: bool = True, **options: Any) -> dict[str, Tensor]:
     """What the engine makes of the model's output; padded, for the tokens of the responses, ``[B, T]``."""
-    engine = bare_engine(backend)
+    engine = bare_engine(backend, **options)
     inputs, arguments = engine.prepare_model_inputs(data)
     found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, data, None)
     return {name: no_padding_2_padding(values, data) if padded else values for name, values in found.items()}

@@ -25,6 +25,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_losses import actor_config
 from verl_world import make_trainer
 
+from d3s_kernels import reference
 from d3s_kernels.integrations.verl import head
 from d3s_kernels.integrations.verl.sampling_mask import sampling_mask_of
 from d3s_kernels.vocabulary import linear_logprob_entropy
@@ -212,6 +213,35 @@ def test_under_autocast_the_products_have_its_dtype() -> None:
         assert (of_ours[name] - gradient).norm() <= 0.02 * gradient.norm()
 
 
+@PACKED
+@pytest.mark.parametrize("with_sets", [False, True])
+def test_the_dtype_of_its_logits(packed: bool, with_sets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit what the op gives. The default is float32, which is nearer to the exact results."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        found = linear_logprob_entropy(*arguments, **options)
+        del options["logits_dtype"]
+        calls.append((arguments, options, found))
+        return found
+
+    monkeypatch.setattr(head, "linear_logprob_entropy", record)
+    data, _, _ = a_micro_batch(packed, **({NOTE: FIELD} if with_sets else {}))
+    model = make_model("d3s").bfloat16()
+    outputs = {}
+    for option in ({"logits_dtype": "auto"}, {"logits_dtype": "float32"}, {}):
+        with torch.no_grad():
+            outputs[option.get("logits_dtype")] = outputs_of("d3s", model, data, **option)["log_probs"]
+        arguments, options, found = calls[-1]
+        dtype = torch.bfloat16 if option.get("logits_dtype") == "auto" else torch.float32
+        assert all(map(torch.equal, found, linear_logprob_entropy(*arguments, **options, logits_dtype=dtype)))
+    assert torch.equal(outputs[None], outputs["float32"])
+    del options["max_rows"]
+    exact = reference.linear_logprob_entropy(*arguments, **options)
+    for rounded, wide, best in zip(calls[0][2], calls[1][2], exact, strict=True):
+        assert (wide - best).norm() < 0.1 * (rounded - best).norm()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_sequence_parallel_ranks_have_parts_of_the_mask(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, rows = torch.rand(21) < 0.5, 24 // ranks
@@ -295,8 +325,29 @@ def test_micro_batches_that_are_refused() -> None:
         engine.prepare_model_inputs(data)
 
 
+LOGITS = "actor_rollout_ref.model.fused_kernel_options.logits_dtype"
+OURS_BESIDE = rf"{LOGITS}: got 'auto'; takes actor_rollout_ref\.model\.use_fused_kernels=true and .*=d3s beside it, sin"
+
+
+def test_a_dtype_of_logits_that_is_unknown_or_without_use_is_refused() -> None:
+    data, _, _ = a_micro_batch(packed=True)
+    with pytest.raises(ValueError, match=f"{LOGITS}: got 'bfloat16'; takes 'float32' or 'auto'"):
+        bare_engine("d3s", logits_dtype="bfloat16").prepare_model_inputs(data)
+    with pytest.raises(ValueError, match=OURS_BESIDE):
+        bare_engine("torch", logits_dtype="auto").prepare_model_inputs(data)
+    tu.assign_non_tensor(data, use_fused_kernels=False)
+    with pytest.raises(ValueError, match=OURS_BESIDE):
+        bare_engine("d3s", logits_dtype="auto").prepare_model_inputs(data)
+    bare_engine("torch").prepare_model_inputs(data)
+
+
 def test_the_trainer_mode_looks_at_the_configuration() -> None:
     """test_verl_sampling_masks.py has all that the head refuses."""
     pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
     with pytest.raises(ValueError, match=r"mtp\.enable: got True; takes False with"):
         make_trainer(*FUSED, "actor_rollout_ref.model.mtp.enable=true")
+    make_trainer(*FUSED, f"+{LOGITS}=auto")
+    with pytest.raises(ValueError, match=f"{LOGITS}: got 'half'; takes 'float32' or 'auto'"):
+        make_trainer(*FUSED, f"+{LOGITS}=half")
+    with pytest.raises(ValueError, match=OURS_BESIDE):
+        make_trainer(f"+{LOGITS}=auto")

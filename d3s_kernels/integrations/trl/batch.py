@@ -1,4 +1,4 @@
-"""Selects, joins, pads, trims and moves the rows of TRL's generation batch.
+"""Selects, joins, pads and moves the rows of TRL's generation batch.
 
 A batch is a dictionary. It has tensors of tokens, with one row for each rollout, and scalars; it may also have images.
 Each rank holds consecutive rows of the whole batch. The rows of a group are consecutive too, but they may lie on two
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 SETS = "d3s_sets"  # a batch field: the set that each completion token was drawn from, int32 [rows, tokens, width]
 
-_PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
-_COMPLETION = {  # padded on the right
+PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
+COMPLETION = {  # padded on the right
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy", SETS,
+    "sampling_per_token_logps", "importance_sampling_ratio",
+    "d3s_entropy", "d3s_kept", "d3s_trusted", "d3s_weight", SETS,
 }  # fmt: skip
-_BOTH = {"token_type_ids", "mm_token_type_ids"}
+BOTH = {"token_type_ids", "mm_token_type_ids"}
 IMAGES = (  # further arguments of TRL's method that scores tokens
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-FIELDS = {"advantages", "num_items_in_batch", *_PROMPT, *_COMPLETION, *_BOTH, *IMAGES}
+FIELDS = {"advantages", "num_items_in_batch", *PROMPT, *COMPLETION, *BOTH, *IMAGES}
 
 
 def loss_mask(batch: Batch) -> Tensor:
@@ -107,39 +108,23 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
     def padded(name: str, value: Tensor) -> Tensor:
         missing = [next(wanted) - size for size in value.shape[1:]]
         # pad() takes a pair (before, after) for each dimension, the last dimension first.
-        around = [side for n in reversed(missing) for side in ((n, 0) if name in _PROMPT else (0, n))]
+        around = [side for n in reversed(missing) for side in ((n, 0) if name in PROMPT else (0, n))]
         return pad(value, around, value=fillers.get(name, 0))
 
     return {name: padded(name, value) for name, value in rows.items()}
 
 
-def trimmed(batch: Batch, multiple: int | None) -> Batch:
-    """Removes the outer columns that are padding in every row, for instance after the longest prompt was dropped. At
-    least two completion columns stay, because TRL's metrics would read a single column as one value per sequence.
+def concatenated(parts: list[Batch]) -> Batch:
+    """Returns one batch with the rows of several batches that have the same columns, with their images."""
+    by_rollout = [split_pixel_values_by_grid(part) for part in parts]
 
-    A token's position is the index of its column, so a cut on the left shifts all positions by the same amount. Rotary
-    embeddings depend only on differences of positions, so the shift has no effect.
-    """
+    def together(values: list[Any]) -> Any:
+        first = values[0]
+        if first is None or (isinstance(first, Tensor) and first.dim() == 0):
+            return first
+        return torch.cat(values) if isinstance(first, Tensor) else [row for value in values for row in value]
 
-    def width(mask: Tensor) -> int:
-        columns = last_column(mask)
-        return columns if multiple is None else min(mask.shape[1], -(-columns // multiple) * multiple)
-
-    prompt = width(batch["prompt_mask"].flip(1))
-    completion = max(width(batch["completion_mask"]), min(2, batch["completion_mask"].shape[1]))
-    before = batch["prompt_ids"].shape[1] - prompt
-
-    def cut(name: str, value: Any) -> Any:
-        if name in _PROMPT:
-            return value[:, before:]
-        if name in _BOTH:
-            return value[:, before : before + prompt + completion]
-        return value[:, :completion] if name in _COMPLETION else value
-
-    return {name: cut(name, value) for name, value in batch.items()}
-
-
-def last_column(mask: Tensor) -> int:
-    """Returns the number of columns up to and including the last column in which any row is set; at least 1."""
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return max(1, int((mask.any(dim=0) * places).amax()))
+    merged: Batch = unsplit_pixel_values_by_grid(
+        {name: together([part[name] for part in by_rollout]) for name in by_rollout[0]}
+    )
+    return merged

@@ -13,7 +13,8 @@ from ...schedule import DownSamplingSchedule
 from ...selection import Selection
 from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check_options, one_of, option, whole
 from ...trust import weighs
-from .._transformers import check_token_options
+from .._head_options import HeadOptions
+from .._transformers import check_token_options, imply
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they clip as PPO does; each token may have its own clip range
 # Options of transformers' generation that exclude tokens from sampling, each with the values that exclude no token.
@@ -29,7 +30,7 @@ _HARMLESS = {
 
 
 @dataclass
-class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has no types
+class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc]  # TRL has no types
     """``GRPOConfig`` with the options of D3S (arXiv 2509.22115), which also work on the command line and in YAML.
 
     If ``top_entropy_quantile`` is below 1, its value is the share of tokens that every step keeps, and
@@ -56,6 +57,19 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
         "training forward then skips what was dropped, where that leaves the gradient as it is. 'auto': as 'rollout' "
         "where the trainer makes such a pass anyway, for old log-probabilities, else 'update'.",
         one_of("auto", "update", "rollout"),
+    )
+    order_rows: Literal["auto", "work", "none"] = option(
+        "auto",
+        "'work': order the rows of each optimizer step by length, divide them into micro-batches of equal work instead "
+        "of equal numbers of rows, and cut each to its own columns. 'auto': as 'work' where this changes the gradient "
+        "by rounding alone; elsewhere TRL's rows, each micro-batch cut to its own columns. 'none': TRL's rows and "
+        "columns.",
+        one_of("auto", "work", "none"),
+    )
+    keep_all: bool = option(
+        False,
+        "Train on all rollouts and all tokens: GRPOTrainer's gradient, in less time where lengths differ.",
+        FLAG,
     )
     selection_page_steps: int = option(
         0,
@@ -103,6 +117,9 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self)
+        if self.keep_all:
+            everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
+            imply(self, "keep_all", everything | {"drop_zeros": False, "off_policy_rule": "none"})
         if self.loss_type not in DENOMINATORS:
             raise ValueError(f"loss_type: got {self.loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
         if self.importance_sampling_level == "entropy_group" and self.loss_type not in ESPO_LOSSES:

@@ -27,6 +27,7 @@ from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_
 from ..._together import NumberOrTensor
 from ...heads import read_head, why_not_here
 from ...sampling import SamplingMask, op_arguments
+from .._head_options import LogitsDtype, dtype_of_logits
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,6 +76,7 @@ class OurHead:
     adds_to_gradients: bool = False  # whether the backward may add to ``weight.grad`` directly
     kept: HostNumber | None = None  # the number of tokens with a gradient; None: unknown
     sets: tuple[Tensor, Tensor] | None = None  # the sets of one forward's tokens, and the mask of labelled tokens
+    logits_dtype: LogitsDtype = "float32"  # the option; TRL's own head rounds logits as "auto" does
 
     def apply(
         self,
@@ -123,6 +125,7 @@ class OurHead:
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
             hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature / logit_scale), cap,
+            logits_dtype=dtype_of_logits(self.logits_dtype, dtype),
             sampling_mask=op_arguments(sets, None if sets is None else 0, hidden),
         )  # fmt: skip
         at_backward = None if torch.compiler.is_compiling() else self._at_backward(weight, dtype)
@@ -159,10 +162,10 @@ class OverSets:
     """
 
     def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
-        self.model, self._sets, self._begin = model, sets, 0
+        self.model, self.sets, self._begin = model, sets, 0
 
     def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
-        sets = self._sets[self._begin : self._begin + len(labels)]
+        sets = self.sets[self._begin : self._begin + len(labels)]
         self._begin += len(labels)
         head: OurHead = trl_utils._ChunkedLogProbFunction
         head.sets = sets.flatten(0, 1), (labels[:, -sets.shape[1] :] != -100).flatten()

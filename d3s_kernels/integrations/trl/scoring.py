@@ -10,18 +10,21 @@ applied. ``tests/trainers/trl_surface.py`` lists what we rely on.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
 from .._transformers import RunWithBudget
-from .batch import FIELDS, IMAGES, SETS, Batch
+from .batch import FIELDS, IMAGES, SETS, Batch, take
+from .columns import MayCut, by_work, cut, may_cut, row_lengths
 from .config import D3SConfig
-from .head import over_sets
+from .head import OverSets, over_sets
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss
 OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # batch fields with results of passes without gradient
@@ -96,9 +99,17 @@ class Call(NamedTuple):
     tokens: Tensor
     attention: Tensor
     columns: int  # the number of scored columns, the last ones of ``tokens``
+    more: tuple[Any, ...]  # further arguments; the first one is the number of rows that TRL scores at a time
+    options: dict[str, Any]  # further arguments by name: what to compute, and images
 
-    def scores(self, **options: Any) -> Scores:
-        return self.method(self.model, self.tokens, self.attention, self.columns, **options)
+    def scores(self) -> Scores:
+        return self.method(self.model, self.tokens, self.attention, self.columns, *self.more, **self.options)
+
+
+def both_sides(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns the ids of prompts with their completions, and their attention mask."""
+    ids, mask = (torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask"))
+    return ids, mask
 
 
 class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
@@ -108,27 +119,51 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
 
     args: D3SConfig
     _passes: Passes | None = None  # set only while TRL makes a generation batch
+    _weights: dict[str, list[Any]]  # for the next log, by the name of the metric
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._weights = defaultdict(list)
+        super().__init__(*arguments, **options)
 
     @property
     def _vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
-    def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Stores 0-d tensors for the next log. Only the log causes a host sync. NaN is not logged."""
+    def _may_cut(self, columns: int) -> MayCut:
+        return may_cut(self.model.config.get_text_config(), columns)
+
+    def _log(self, metrics: dict[str, Tensor], weights: dict[str, Tensor] | None = None) -> None:
+        """Stores 0-d tensors for the next log. Only the log causes a host sync. NaN is not logged.
+
+        A logged value is a mean over micro-batches. ``weights`` says, for some metrics of the latest micro-batch, of
+        how many tokens or rows they are means. Micro-batches may differ in these numbers, so the log weights them.
+        TRL's own metrics may have weights too.
+        """
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
+        for name, weight in (weights or {}).items():
+            self._weights[name].append(weight)
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
         # During an evaluation, the training metrics are not touched: they wait for the next log of the training.
-        ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
-        if ours:
-            waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
+        if self.model.training and any(name.startswith("d3s/") for name in metrics):
+            weights, self._weights = self._weights, defaultdict(list)
+            ours = [name for name in metrics if name.startswith("d3s/") or name in weights]
+            both = [*(metrics[name] for name in ours), *weights.values()]
+            waiting = [value.double() for values in both for value in values if isinstance(value, Tensor)]
             numbers = iter(torch.stack(waiting).tolist())
-            for name in [*ours, "entropy"]:  # TRL's "entropy" is NaN if no token's entropy is known
-                values = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
-                if known := [value for value in values if not math.isnan(value)]:
-                    metrics[name] = known
+            read = [[next(numbers) if isinstance(value, Tensor) else value for value in values] for values in both]
+            weights_read = dict(zip(weights, read[len(ours) :], strict=True))
+            for name, values in zip(ours, read[: len(ours)], strict=True):
+                del metrics[name]
+                own = weights_read.get(name, [])
+                # Other code may have changed the list, which is TRL's. Then the weights belong to other values.
+                pairs = zip(values, own if len(own) == len(values) else [1] * len(values), strict=True)
+                # NaN is a mean over nothing. TRL's "entropy" is NaN if no token's entropy is known.
+                if known := [(value, weight) for value, weight in pairs if weight > 0 and not math.isnan(value)]:
+                    total = sum(weight for _, weight in known)
+                    metrics[name] = [sum(value * weight for value, weight in known) / total]
         super().log(logs, *more, **options)
 
     @property
@@ -169,8 +204,39 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None
-        logprob, passes.entropy, aux = call.scores(compute_entropy=self._tokens_before_update)
+        with_entropy = call._replace(options=call.options | {"compute_entropy": self._tokens_before_update})
+        logprob, passes.entropy, aux = self._scores_of_pass(with_entropy)
         return logprob, None, aux
+
+    def _scores_of_pass(self, call: Call) -> Scores:
+        """Makes a pass without gradient. TRL scores ``batch_size`` rows at a time, with all columns. This method makes
+        as many forwards, but of rows of similar lengths, each cut to its own columns. Columns that are cut off get 0.
+        """
+        options, rows = {"batch_size": None} | call.options, len(call.tokens)
+        model: Any = call.model
+        size = call.more[0] if call.more else options["batch_size"]
+        prompt, cuts = call.tokens.shape[1] - call.columns, self._may_cut(call.tokens.shape[1])
+        if size is None or rows <= size or len(call.more) > 1 or self.args.order_rows == "none" or not cuts.completions:
+            return call.scores()
+        batch = {name: value for name, value in options.items() if name in IMAGES and value is not None}
+        batch |= {"prompt_ids": call.tokens[:, :prompt], "prompt_mask": call.attention[:, :prompt]}
+        batch |= {"completion_ids": call.tokens[:, prompt:], "completion_mask": call.attention[:, prompt:]}
+        if isinstance(model, OverSets):
+            model, batch[SETS] = model.model, model.sets
+        options = {name: value for name, value in options.items() if name not in (*IMAGES, "batch_size")}
+        logprob, entropy = [], []
+        parts = by_work(row_lengths(batch), -(-rows // size), prompt, cuts, self.pad_to_multiple_of)
+        for part in parts:
+            chunk = cut(take(batch, part.rows), part.prompt_width, part.width)
+            images = {name: chunk[name] for name in IMAGES if name in chunk}
+            columns = chunk["completion_ids"].shape[1]
+            tokens, attention = both_sides(chunk)
+            scores = call.method(over_sets(model, chunk.get(SETS)), tokens, attention, columns, **options, **images)
+            logprob.append(pad(scores[0], (0, call.columns - columns)))
+            if scores[1] is not None:
+                entropy.append(pad(scores[1], (0, call.columns - columns)))
+        back = torch.cat([part.rows for part in parts]).argsort()
+        return torch.cat(logprob)[back], torch.cat(entropy)[back] if entropy else None, None
 
     def _postponed(self, name: str, batch: Batch) -> Batch:
         """Makes a postponed pass over the chosen rollouts. Returns the batch fields that the pass fills."""
@@ -185,8 +251,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
 
     def _score(self, model: Any, batch: Batch, **options: Any) -> Scores:
         """Runs TRL's scoring pass over the rows of a batch, without gradient."""
-        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        tokens, attention = both_sides(batch)
         images = {name: batch[name] for name in IMAGES if name in batch}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             scores: Scores = self._get_per_token_logps_and_entropies(

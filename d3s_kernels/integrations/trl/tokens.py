@@ -16,7 +16,8 @@ from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums
 from ...ratios import espo_terms
 from ...tokens import TokenSelection
 from ...trust import TrustedTokens
-from .batch import SETS, Batch, last_column, loss_mask, take
+from .batch import SETS, Batch, loss_mask, take
+from .columns import last_columns
 from .config import D3SConfig
 from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
@@ -190,7 +191,7 @@ class ChoosesTokens(Scoring):
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
         place = rows.nonzero()[:, 0]
-        prompt, used = call.tokens.shape[1] - call.columns, last_column(kept)
+        prompt, used = call.tokens.shape[1] - call.columns, max(1, int(last_columns(kept).amax()))
         if self.pad_to_multiple_of is not None:
             used = min(call.columns, -(-(prompt + used) // self.pad_to_multiple_of) * self.pad_to_multiple_of - prompt)
         needed, sets = kept[place, :used], inputs.get(SETS)
@@ -203,7 +204,8 @@ class ChoosesTokens(Scoring):
             return model(labels=labels, **model_inputs)
 
         tokens, attention = (part[place, : prompt + used] for part in (call.tokens, call.attention))
-        logprob, entropy, aux = Call(call.method, at_kept_tokens, tokens, attention, used).scores()
+        needed_alone = call._replace(model=at_kept_tokens, tokens=tokens, attention=attention, columns=used)
+        logprob, entropy, aux = needed_alone.scores()
         assert entropy is not None
         old = inputs.get(OLD)  # with these values, the ratio of a dropped token is 1
         if old is None:
@@ -224,8 +226,16 @@ class ChoosesTokens(Scoring):
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
-        number, *_, number_measured, entropy_kept, entropy_dropped = totals
-        self._log(token_metrics(totals, threshold, self._budget().token_ratio))
+        number, number_all, _, number_measured, entropy_kept, entropy_dropped = totals
+        rows = number.new_tensor(len(kept))
+        of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
+        weights = {
+            "d3s/token_share": number_all, "d3s/entropy_kept": number, "d3s/positive_advantage_share": number,
+            "d3s/entropy_dropped": number_measured - number, "entropy": number_measured, "kl": number_all,
+            "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
+            **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
+        }  # fmt: skip
+        self._log(token_metrics(totals, threshold, self._budget().token_ratio), weights)
         self._just_kept = HostNumber(number)
         return totals[:2].float(), (entropy_kept + entropy_dropped) / number_measured
 

@@ -21,16 +21,17 @@ from ...recorder import Recorded, recording
 from ...rollouts import groups_without_spread
 from ...selection import Selection
 from .._transformers import total_rewards, without_spread
-from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take, trimmed
+from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take
+from .columns import trimmed
 from .config import D3SConfig
 from .head import OurHead, OverSets, check_head, d3s_head
 from .page import PageOfBatch
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
-from .scoring import OLD, Call, Passes, Scores, UnknownTRL
-from .tokens import ChoosesTokens
+from .scoring import OLD, Call, Passes, Scores, UnknownTRL, both_sides
+from .update import DividesRows
 
 
-class D3STrainer(ChoosesTokens):
+class D3STrainer(DividesRows):
     """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. It has the same arguments and
     methods. Evaluation does not change.
 
@@ -92,6 +93,8 @@ class D3STrainer(ChoosesTokens):
         if self._espo:
             self.importance_sampling_level = "token"  # TRL computes token ratios; as_espo turns them into ESPO's
         self._selection = Selection(args)
+        if args.order_rows == "work" and (reason := self._why_rows_stay()) is not None:
+            raise ValueError(f"order_rows: got 'work'; takes 'auto' or 'none', because {reason}")
         self._warn_of_little_to_drop()
 
     def _warn_of_little_to_drop(self) -> None:
@@ -112,6 +115,7 @@ class D3STrainer(ChoosesTokens):
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         self._last_page, self._kept_in_update = None, 0  # a new run starts new pages and a new update
+        self._waiting, self._micro_batches_done = [], 0
         return super().train(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
@@ -145,24 +149,21 @@ class D3STrainer(ChoosesTokens):
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *more: Any, **options: Any
     ) -> Scores:
-        trls = super()._get_per_token_logps_and_entropies
-
-        def method(*arguments: Any, **changed: Any) -> Any:
-            return trls(*arguments, *more, **{**options, **changed})
-
         module = model.model if isinstance(model, OverSets) else model
         model_head = read_head(self.accelerator.unwrap_model(module))  # in each call, since an adapter may be new
-        call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
+        method = super()._get_per_token_logps_and_entropies
+        call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep, more, options), self._loss_inputs
         # The backward may add to ``weight.grad`` directly only if the optimizer alone uses the gradient. There must be
         # no gradient reducer, no sharding and no gradient scaler.
         alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
-        head = OurHead(model_head, adds_to_gradients=inputs is not None and alone)
+        adds = inputs is not None and alone
+        head = OurHead(model_head, adds_to_gradients=adds, logits_dtype=self.args.logits_dtype)
         with d3s_head(head):
             if inputs is not None:
                 return self._score_for_loss(head, call, inputs)
             if self._passes is not None and self._passes.names:
                 return self._score_before_rewards(call, self._passes)
-            return call.scores()
+            return self._scores_of_pass(call) if self.model.training else call.scores()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self.model.training:
@@ -293,6 +294,7 @@ class D3STrainer(ChoosesTokens):
                 batch["advantages"] = anew.view(ranks, -1)[here]
             batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
         if not keeps_all or self.args.refill:
-            batch = trimmed(batch, self.pad_to_multiple_of)
+            cuts = self._may_cut(both_sides(batch)[0].shape[1])
+            batch = trimmed(batch, self.pad_to_multiple_of, cuts)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         return batch

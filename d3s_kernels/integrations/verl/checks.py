@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from ...selection_options import option_names, options_from
+from .._head_options import HeadOptions
 from .sampling_mask import wrong_number
 
 OPTION = "trainer.v1.d3s_sync.sampling_mask_field"
@@ -75,7 +77,9 @@ def require_config(config: Any) -> None:
 
 def require_head(config: Any) -> None:
     """Raises a ValueError if verl's configuration combines our LM head with options that it does not support."""
-    if OmegaConf.select(config, f"{FUSED}.impl_backend") != "d3s":
+    asked_for = OmegaConf.select(config, f"{FUSED}.impl_backend") == "d3s"
+    head_options(OmegaConf.select(config, FUSED), asked_for)
+    if not asked_for:
         return
     actor, off = "actor_rollout_ref.actor", (None, False)
     takes: dict[str, Sequence[Any]] = {
@@ -87,6 +91,21 @@ def require_head(config: Any) -> None:
         "distillation.enabled": off,
     }
     _require_values(config, takes, f"{FUSED}.impl_backend=d3s")
+
+
+def head_options(fused_kernel_options: Mapping[str, Any] | None, is_ours: bool) -> HeadOptions:
+    """Returns the options of our LM head, which stand beside verl's own options of its fused kernels. Raises a
+    ValueError for a bad value, and for any value if the head is not ours (``is_ours``).
+    """
+    given = fused_kernel_options or {}
+    values = {name: given[name] for name in option_names(HeadOptions) if given.get(name) is not None}
+    for name, value in values.items():
+        if not is_ours:
+            raise ValueError(
+                f"{FUSED}.{name}: got {value!r}; takes actor_rollout_ref.model.use_fused_kernels=true and "
+                f"{FUSED}.impl_backend=d3s beside it, since only our LM head has this option"
+            )
+    return options_from(HeadOptions, values, f"{FUSED}.")
 
 
 def _require_values(config: Any, takes: dict[str, Sequence[Any]], beside: str) -> None:

@@ -28,6 +28,8 @@ from ..._own_logits import UnsupportedHead, UntriedHead, verified_head
 from ...heads import read_head
 from ...sampling import SamplingMask
 from ...vocabulary import linear_logprob_entropy
+from .._head_options import LogitsDtype, dtype_of_logits
+from .checks import head_options
 from .replaced import Replaced
 from .sampling_mask import NOTE, flat_responses, places_of_responses, response_lengths, sampling_mask_of
 
@@ -47,16 +49,20 @@ class Read:
     """Set only in a policy update. For each packed position: whether the position is in the loss, and its old
     log-probability.
     """
+    logits_dtype: LogitsDtype = "float32"  # the option
     used: bool = False  # whether our head has computed the micro-batch
 
 
 _READ: ContextVar[Read | None] = ContextVar("what is read of this micro-batch", default=None)
 
 
+def _fused_kernel_options(engine: Any) -> Any:
+    return getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
+
+
 def _asked_for(engine: Any) -> bool:
     """Returns whether the engine's configuration asks for our head."""
-    options = getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
-    return bool(options.get("impl_backend") == BACKEND)
+    return bool(_fused_kernel_options(engine).get("impl_backend") == BACKEND)
 
 
 def _serves(engine: Any, data: Any) -> bool:
@@ -143,7 +149,7 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
         return linear_logprob_entropy(
             hidden_states.to(dtype), vocab_weights.to(dtype), input_ids, temperature=temperature,
             mask=None if read.mask is None else read.mask.view(input_ids.shape), max_rows=read.at_most,
-            sampling_mask=read.sets,
+            sampling_mask=read.sets, logits_dtype=dtype_of_logits(read.logits_dtype, dtype),
         )  # fmt: skip
 
 
@@ -201,9 +207,13 @@ def _select_fsdp2_wrap_targets(original: Any, model: Any, fsdp_transformer_layer
 def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     """Prepares the inputs as verl does, and stores which positions of the model's output will be read."""
     _READ.set(None)
+    ours = _serves(engine, micro_batch)
+    options = head_options(_fused_kernel_options(engine), ours)
     inputs, output_args = original(engine, micro_batch)
-    if _serves(engine, micro_batch):
-        _READ.set(_read_positions(engine, micro_batch, output_args["input_ids_rmpad_rolled"]))
+    if ours:
+        read = _read_positions(engine, micro_batch, output_args["input_ids_rmpad_rolled"])
+        read.logits_dtype = options.logits_dtype
+        _READ.set(read)
     return inputs, output_args
 
 

@@ -1,0 +1,328 @@
+"""With nothing dropped, the gradient of every optimizer step is that of TRL's own trainer, from micro-batches of fewer
+positions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import slow
+from torch import Tensor
+
+pytest.importorskip("trl")
+from batches import forwards, generation_batch
+from peft import LoraConfig
+from tiny_trl import EOS, GROUP, PAD, VOCABULARY, PlainTrainer, generated, model, trainer
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import (
+    shuffle_sequence_dict,
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
+
+from d3s_kernels.integrations.trl import D3STrainer
+
+LIMIT = 24
+TOLERANCE = 1e-6  # of the norm of the gradient. Later steps start from weights that differ by such an error.
+
+
+def rollouts(prompts: list[str], trainer: GRPOTrainer, tools: bool = False) -> dict[str, Any]:
+    """Prompts and completions of all lengths; those of a step and a process are the same for every trainer."""
+    seed = 1_000 * trainer.state.global_step + trainer.accelerator.process_index
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randn(len(prompts), generator=draws).exp().mul(5).ceil().clamp(1, LIMIT).int().tolist()
+    lengths[0] = LIMIT
+    begins = torch.randint(1, 7, (len(prompts),), generator=draws).tolist()
+
+    def tokens(length: int) -> list[int]:
+        drawn: list[int] = torch.randint(2, VOCABULARY, (length,), generator=draws).tolist()
+        return drawn
+
+    made: dict[str, Any] = {"prompt_ids": [tokens(n) for n in begins], "completion_ids": [tokens(n) for n in lengths]}
+    for tokens_of_row in made["completion_ids"]:  # most completions end, the others are truncated
+        if torch.rand((), generator=draws) < 0.7:
+            tokens_of_row[-1] = EOS
+    if tools:
+        made["env_mask"] = [[int(place % 3 != 1) for place in range(n)] for n in lengths]
+    return made | {"logprobs": None}
+
+
+class Steps(TrainerCallback):
+    """The gradient of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        found = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        self.gradients.append(torch.cat([gradient.flatten().clone() for gradient in found]))
+
+
+def trained(
+    kind: type[GRPOTrainer], options: dict[str, Any], resume: str | None = None
+) -> tuple[GRPOTrainer, list[Tensor], list[list[int]]]:
+    """A trainer after its run, the gradient of each optimizer step, and the shape of each forward with a gradient."""
+    options = {"gradient_accumulation_steps": 4, "max_steps": 1, "max_completion_length": LIMIT} | options
+    options |= {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0.0}
+    make, tools = options.pop("model", model), options.pop("tools", False)
+    policy = make if isinstance(make, str) else make()
+    if issubclass(kind, D3STrainer):
+        options = {"keep_all": True, "rollouts": 1.0, "tokens": 1.0} | options
+    made = trainer(kind, policy=policy, **options)
+    made.rollout_func = lambda prompts, trainer: rollouts(prompts, trainer, tools)
+    made.add_callback(steps := Steps())
+    torch.manual_seed(3)
+    with forwards(made.model) as seen:
+        made.train(resume_from_checkpoint=resume)
+    return made, steps.gradients, [list(given["input_ids"].shape) for has_gradient, given in seen if has_gradient]
+
+
+def positions(shapes: list[list[int]]) -> int:
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def largest(shapes: list[list[int]]) -> int:
+    return max(positions([shape]) for shape in shapes)
+
+
+def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) > 0
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert theirs.norm() > 0
+        assert float((ours - theirs).norm() / theirs.norm()) < TOLERANCE * (5 if step else 1)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Learns an embedding for each position, so that prompts may not be cut."""
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    made = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=40, attn_pdrop=0.0, embd_pdrop=0.0,
+            resid_pdrop=0.0, **ids,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        made.transformer.wpe.weight.mul_(20)
+    return made
+
+
+LEVEL = "importance_sampling_level"
+ORDERED: dict[str, dict[str, Any]] = {
+    **{loss: {"loss_type": loss} for loss in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")},
+    **{
+        f"{loss}, sequences": {"loss_type": loss, LEVEL: "sequence"}
+        for loss in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+    },
+    **{
+        f"{loss}, two passes over a generation": {"loss_type": loss, "num_iterations": 2, "max_steps": 4}
+        for loss in ("grpo", "dapo", "cispo", "luspo", "vespo")
+    },
+    **{
+        f"{loss}, two updates of a generation": {
+            "loss_type": loss, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4,
+        }
+        for loss in ("grpo", "dr_grpo", "dapo", "sapo")
+    },
+    "two generations of an update": {"steps_per_generation": 2, "loss_type": "grpo", "max_steps": 2},
+    "updates that end within a generation": {
+        "steps_per_generation": 3, "gradient_accumulation_steps": 2, "loss_type": "grpo", "max_steps": 5,
+    },
+    "a generation in updates of three and one": {
+        "steps_per_generation": 4, "gradient_accumulation_steps": 3, "loss_type": "dapo", "max_steps": 4,
+    },
+    "a reference": {"beta": 0.3, "loss_type": "grpo"},
+    "a reference, dapo, two passes": {"beta": 0.3, "num_iterations": 2, "max_steps": 2},
+    "corrected KL": {"beta": 0.3, "use_bias_correction_kl": True, "num_iterations": 2, "max_steps": 2},
+    "clipped on both sides": {"delta": 1.5, "epsilon": 0.05, "num_iterations": 2, "max_steps": 2},
+    "no deviation": {"scale_rewards": "none"},
+    "deviation of the batch": {"scale_rewards": "batch", "loss_type": "grpo"},
+    "truncated completions masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "truncated completions masked, dapo": {"mask_truncated_completions": True},
+    "off-policy sequences masked": {"off_policy_mask_threshold": 0.01, "num_iterations": 2, "max_steps": 2},
+    "widths are multiples": {"pad_to_multiple_of": 4, "loss_type": "grpo"},
+    "temperature": {"temperature": 0.7},
+    "tools": {"tools": True, "loss_type": "grpo"},
+    "tools, dapo, a reference": {"tools": True, "beta": 0.1},
+    "activation checkpointing": {"gradient_checkpointing": True},
+    "adapters": {"peft_config": LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)},
+    "positions that are learnt": {"model": gpt2, "loss_type": "grpo"},
+    "a window": {"model": lambda: model(use_sliding_window=True, sliding_window=4, max_window_layers=0)},
+    "embeddings that depend on the number of columns": {
+        "model": lambda: model(
+            max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        ),
+    },
+}  # fmt: skip
+
+QUICK = {
+    "grpo", "luspo", "dapo, sequences", "cispo, two passes over a generation", "updates that end within a generation",
+    "a reference, dapo, two passes", "truncated completions masked", "tools", "positions that are learnt",
+}  # fmt: skip
+CASES = [name if name in QUICK else slow(name, shows="that this leaves the gradient as it is") for name in ORDERED]
+
+
+def with_reference(options: dict[str, Any], saved: str) -> dict[str, Any]:
+    """TRL loads a reference by the policy's name."""
+    return {"model": saved} | options if "beta" in options else options
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_trls(name: str, saved: str) -> None:
+    options = with_reference(ORDERED[name], saved)
+    _, theirs, before = trained(PlainTrainer, options)
+    made, ours, after = trained(D3STrainer, options)
+    assert_same_gradients(ours, theirs)
+    assert len(after) == len(before)
+    by_length = name == "embeddings that depend on the number of columns"
+    assert positions(after) == positions(before) if by_length else positions(after) < 0.9 * positions(before)
+    steps = made.args.steps_per_generation
+    generation = before[:steps], after[:steps]
+    assert [sum(rows for rows, _ in shapes) for shapes in generation] == [steps * GROUP] * 2
+    if not by_length:
+        assert largest(after) <= largest(before)
+        assert len({rows for rows, _ in after}) > 1
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    made = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY, num_experts=4, num_experts_per_tok=2, output_router_logits=True, bos_token_id=EOS,
+            eos_token_id=EOS, pad_token_id=PAD, **sizes, **heads,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        made.get_output_embeddings().weight.mul_(20)
+    return made
+
+
+STAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "bnpo": ({"loss_type": "bnpo"}, "loss_type 'bnpo' is a mean over the tokens of each micro-batch"),
+    "entropy bonus": ({"entropy_coef": 0.1}, "the entropy bonus is a mean over the tokens of each micro-batch"),
+    "router": ({"model": experts}, "the router loss is computed for each micro-batch"),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_rows_stay_where_a_micro_batch_is_a_mean_of_its_own(name: str) -> None:
+    options, reason = STAYS[name]
+    _, theirs, before = trained(PlainTrainer, options)
+    _, ours, after = trained(D3STrainer, options)
+    assert_same_gradients(ours, theirs)
+    assert [rows for rows, _ in after] == [GROUP] * len(before)
+    assert positions(after) < positions(before)  # each micro-batch is cut to its own columns
+    with pytest.raises(ValueError, match=f"order_rows: got 'work'; takes 'auto' or 'none', because {reason}"):
+        trained(D3STrainer, options | {"order_rows": "work"})
+
+
+def test_none_is_trls_micro_batches() -> None:
+    _, theirs, before = trained(PlainTrainer, {})
+    _, ours, after = trained(D3STrainer, {"order_rows": "none"})
+    assert after == before
+    assert_same_gradients(ours, theirs)
+
+
+# ---- with a selection ------------------------------------------------------------------------------------------------
+
+HALF = {"keep_all": False, "rollouts": 4.0, "loss_type": "grpo"}
+
+
+@pytest.mark.parametrize("tokens", [1.0, 0.1])
+def test_known_tokens_and_chosen_rollouts_keep_their_gradient(tokens: float) -> None:
+    """Rows are then ordered by the columns that the kept tokens need."""
+    options = HALF | {"tokens": tokens, "entropy_from": "rollout"}
+    _, theirs, before = trained(D3STrainer, options | {"order_rows": "none"})
+    made, ours, after = trained(D3STrainer, options)
+    assert_same_gradients(ours, theirs)
+    assert largest(after) < largest(before)
+    (logged,) = [row for row in made.state.log_history if "loss" in row]
+    assert logged["d3s/largest_micro_batch"] == largest(after)
+    assert 0 <= logged["d3s/padding"] < logged["d3s/padding_before"] < 1
+
+
+def test_rows_stay_where_tokens_are_chosen_in_each_micro_batch() -> None:
+    options = HALF | {"tokens": 0.25}
+    _, theirs, before = trained(D3STrainer, options | {"order_rows": "none"})
+    _, ours, cut = trained(D3STrainer, options)
+    assert_same_gradients(ours, theirs)
+    assert [rows for rows, _ in cut] == [rows for rows, _ in before]
+    _, _, ordered = trained(D3STrainer, options | {"order_rows": "work"})
+    assert positions(ordered) < positions(cut) < positions(before)
+
+
+def test_what_is_logged_does_not_depend_on_the_order(saved: str) -> None:
+    """A mean over tokens is weighted by the tokens of each micro-batch, one over rows by its rows."""
+    options = HALF | {"entropy_from": "rollout", "tokens": 0.3, "beta": 0.1, "epsilon": 0.01, "num_iterations": 2}
+    options |= {"max_steps": 2, "model": saved}
+    for more in ({}, {"importance_sampling_level": "sequence"}):
+        plain, ordered = (trained(D3STrainer, options | more | {"order_rows": order})[0] for order in ("none", "work"))
+        for theirs, ours in zip(plain.state.log_history[:2], ordered.state.log_history[:2], strict=True):
+            names = [name for name in theirs if "time" not in name and not name.endswith(("low_min", "high_max"))]
+            names = [name for name in names if not name.startswith(("d3s/padding", "d3s/largest"))]
+            assert {"kl", "entropy", "d3s/entropy_kept", "d3s/token_share", "clip_ratio/region_mean"} < {*names}
+            for name in names:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+        assert ours["clip_ratio/region_mean"] > 0
+
+
+def test_a_pass_forwards_rows_of_similar_lengths_together(saved: str) -> None:
+    """The passes for old and reference log-probabilities, with sets, as many forwards as TRL's."""
+    found = {}
+    for order in ("none", "auto"):
+        options = {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "sampling_mask": True, "top_p": 0.9}
+        made = trainer(policy=saved, rollouts=1.0, order_rows=order, max_completion_length=LIMIT, **options)
+        torch.manual_seed(5)
+        with forwards(made.model) as seen:
+            batch = generated(made, (3, 5, 7, 9))
+        shapes = [list(given["input_ids"].shape) for _, given in seen]
+        found[order] = batch, shapes
+    (plain, before), (ordered, after) = found["none"], found["auto"]
+    assert len(after) == len(before)
+    assert positions(after) < positions(before)
+    mask = plain["completion_mask"].bool()
+    for name in ("old_per_token_logps", "ref_per_token_logps", "d3s_entropy"):
+        torch.testing.assert_close(ordered[name][mask], plain[name][mask], rtol=0, atol=1e-5)
+    assert torch.equal(ordered["completion_ids"], plain["completion_ids"])
+
+
+def test_images_go_with_their_rows() -> None:
+    made = trainer(keep_all=True, rollouts=1.0, tokens=1.0, loss_type="grpo")
+    batch = generation_batch(3)
+    numbers = torch.arange(len(batch["advantages"]))
+    batch |= {"advantages": numbers.float(), "num_images": (numbers % 3).tolist()}
+    owner = numbers.repeat_interleave(numbers % 3)
+    batch |= {"pixel_values": owner[:, None].float(), "image_grid_thw": torch.ones(len(owner), 3, dtype=torch.long)}
+    batch |= {"mm_token_type_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)}
+    shuffled = split_tensor_dict(shuffle_sequence_dict(split_pixel_values_by_grid(batch)), 2)
+    parts = made._divided([unsplit_pixel_values_by_grid(part) for part in shuffled])
+    assert sorted(torch.cat([part["advantages"] for part in parts]).tolist()) == numbers.tolist()
+    for part in parts:
+        rows = part["advantages"].long()
+        assert part["num_images"] == (rows % 3).tolist()
+        assert part["pixel_values"][:, 0].long().tolist() == rows.repeat_interleave(rows % 3).tolist()
+        sides = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
+        assert torch.equal(part["mm_token_type_ids"], sides)
+        for row, number in enumerate(rows.tolist()):
+            mask = part["completion_mask"][row].bool()
+            assert torch.equal(part["completion_ids"][row][mask], batch["completion_ids"][number][: mask.sum()])
+            assert mask.sum() == batch["completion_mask"][number].sum()
+
+
+def test_a_run_that_resumes_within_a_generation_goes_on(saved: str, tmp_path: Path) -> None:
+    """TRL then generates anew. Nothing of the interrupted run's micro-batches is left."""
+    options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "loss_type": "grpo", "model": saved}
+    options |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
+    trained(PlainTrainer, options)
+    from_there = str(tmp_path / "run" / "checkpoint-1")
+    runs = [trained(kind, options, resume=from_there) for kind in (PlainTrainer, D3STrainer)]
+    (_, theirs, before), (_, ours, after) = runs
+    assert_same_gradients(ours, theirs)
+    assert len(before) == len(after) == 4
