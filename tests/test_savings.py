@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +17,14 @@ import torch
 from helpers import slow
 from torch.utils.flop_counter import FlopCounterMode
 
+sys.path.append(str(Path(__file__).parent / "trainers"))
 from d3s_kernels import __main__ as commands
 from d3s_kernels._head.backward import Incoming, Wanted
 from d3s_kernels._head.backward import backward as head_backward
 from d3s_kernels._head.forward import forward as head_forward
 from d3s_kernels._head.problem import HeadProblem
 from d3s_kernels.savings import __main__ as savings
-from d3s_kernels.savings.counts import ENTROPIES, PARTS, TRL, lengths_of, update
+from d3s_kernels.savings.counts import CHOICES, ENTROPIES, NOTHING, PARTS, TRL, lengths_of, update
 from d3s_kernels.savings.model import DENSE, EXPERTS, NORM_AT_END, OWN_HEAD_DIM, Model, from_config
 
 LLAMA = ["--layers=2", "--hidden=64", "--intermediate=128", "--heads=4", "--kv-heads=2", "--vocab=1000"]
@@ -82,17 +85,91 @@ def test_an_update_computes_these_rows_and_columns() -> None:
     options = savings.options_of([*LLAMA, *BATCH, *batch.split()])
     options.model, entropy = Model(1, 0, 0, 1, 1), torch.zeros(4, 4)
     entropy[0, :2] = 1
-    drawn = torch.tensor([4, 2, 3, 1]), torch.tensor([[1.0, -1, 0, 0]]), entropy, entropy >= 0, torch.arange(4)
-    for choice, padding, *parts in (
-        (TRL, 12, 40, 40, 80, 20, 60, 0),
-        ("rollouts", 4, 20, 20, 40, 12, 36, 0),
-        ("tokens in the update", 12, 40, 40, 80, 20, 18, 0),  # two of six tokens, and one of four
-        ("tokens known before", 0, 10, 10, 20, 4, 12, 32),  # the second micro-batch has one row and one column
+    advantages, order = torch.tensor([[1.0, -1, 0, 0]]), torch.tensor([0, 2, 3, 1])
+    drawn = torch.tensor([3, 2, 4, 1]), advantages, entropy, entropy >= 0, order
+    for choice, largest, padding, *parts in (
+        (TRL, 10, 12, 40, 40, 80, 20, 60, 0),
+        (NOTHING, 10, 4, 32, 32, 64, 20, 60, 0),  # two rows of 5 and 4 columns, two of 3 and 2
+        ("rollouts", 4, 0, 14, 14, 28, 10, 30, 0),
+        ("tokens in the update", 10, 8, 36, 36, 72, 20, 18, 0),  # one of four tokens, and two of six
+        ("tokens known before", 3, 4, 10, 10, 20, 4, 12, 30),  # two rows of 5 columns; then 3, and 2 without a token
     ):
-        found = update(options, drawn, choice)
-        assert [found[part] for part in ("padding", *PARTS)] == [padding, *parts], choice
+        found, positions = update(options, drawn, choice)
+        assert [positions, *(found[part] for part in ("padding", *PARTS))] == [largest, padding, *parts], choice
     options.passes, options.lora, options.no_checkpointing = "vllm", True, True
-    assert [update(options, drawn, "rollouts")[part] for part in PARTS] == [20, 0, 20, 12, 24, 60]
+    assert [update(options, drawn, "rollouts")[0][part] for part in PARTS] == [14, 0, 14, 10, 20, 52]
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "none": {}, "old": {"num_iterations": 2},
+    "vllm": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choice", "passes"),
+    [
+        (TRL, "old"), (NOTHING, "old"), ("rollouts", "none"), ("tokens in the update", "old"),
+        ("tokens known before", "none"), ("off-policy tokens", "vllm"), ("rollouts + tokens in the update", "vllm"),
+        ("rollouts + tokens known before", "old"),
+    ],
+)  # fmt: skip
+def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 rollouts in four micro-batches; the first eight have no advantage. A token's id says in which row it is."""
+    pytest.importorskip("trl")
+    from batches import forwards, looked_at
+    from tiny_trl import D3STrainer, PlainTrainer, none_for_even_prompts, trainer
+
+    (chooses, tokens), options = CHOICES[choice], {**PASSES[passes], "reward_funcs": none_for_even_prompts}
+    if choice != TRL:
+        options |= {"rollouts": 0.5 if chooses else 1.0, "tokens": 0.25 if tokens in ("in update", "known") else 1.0}
+        source = {"in update": "update", "known": "rollout"}.get(tokens, "auto")
+        options |= {"entropy_from": source, "keep_all": choice == NOTHING}
+    kind = PlainTrainer if choice == TRL else D3STrainer
+    made: Any = trainer(kind, per_device_train_batch_size=4, gradient_accumulation_steps=4, **options)
+    lengths = torch.randint(2, 6, (16,)).index_fill(0, torch.randperm(16)[:3], 12)
+    ids = [[2 + row] * length for row, length in enumerate(lengths.tolist())]
+    drawn = {"prompt_ids": [[2, 3]] * 16, "completion_ids": ids, "logprobs": [[-4.0] * len(row) for row in ids]}
+    made.rollout_func, made.use_vllm, made._last_loaded_step = lambda *_: drawn, passes == "vllm", 0
+    seen: list[dict[str, torch.Tensor]] = [{"advantages": torch.zeros(16)}]
+    if choice != TRL:
+        looked_at(monkeypatch, made, "_keep_rollouts", lambda _, batch: seen.append(batch))
+        looked_at(monkeypatch, made, "_choose_tokens_of_batch", lambda _, batch: seen.append(batch))
+    with forwards(made.model) as calls:
+        for step in range(4):
+            made._step = step
+            inputs = made._prepare_inputs([{"prompt": "w4"}] * 8 + [{"prompt": "w5"}] * 8)
+            made.compute_loss(made.model, inputs)
+
+    advantages = seen[:2][-1]["advantages"].view(2, 8)
+    entropy, on_policy = torch.zeros(16, 12), torch.arange(12) < lengths[:, None]
+    if "d3s_kept" in (chosen := seen[-1]):
+        place = chosen["completion_ids"][:, :1] - 2, torch.arange(chosen["d3s_kept"].shape[1])
+        entropy[place], on_policy[place] = chosen["d3s_entropy"], chosen["d3s_trusted"]
+    shuffled = torch.cat([part["completion_ids"][:, 0] for part in made._buffered_inputs]) - 2
+    order = torch.zeros(16, dtype=torch.int64).index_copy(0, shuffled, torch.arange(len(shuffled)))
+    batch = f"--prompts 2 --micro-batch 4 --token-share 0.25 --prompt-length 2 --passes {passes}"
+    counting = savings.options_of([*LLAMA, *BATCH, *batch.split()])
+    counting.model = model = Model(1, 0, 1, 1, 1)
+    counts, largest = update(counting, (lengths, advantages, entropy, on_policy, order), choice)
+
+    sizes = [(has_grad, *call["input_ids"].shape, 2 * int((call["labels"] != -100).sum())) for has_grad, call in calls]
+    trained, before = ([size for has_grad, *size in sizes if has_grad == wanted] for wanted in (True, False))
+    assert (counts["body forward"], counts["head forward"], counts["passes without gradient"], largest) == (
+        sum(model.body(rows, columns)[0] for rows, columns, _ in trained),
+        sum(of_head for *_, of_head in trained),
+        sum(model.body(rows, columns)[0] + of_head for rows, columns, of_head in before),
+        max(rows * columns for rows, columns, _ in trained),
+    )
+    assert choice != NOTHING or len({rows for rows, *_ in trained}) > 1
+    assert (on_policy.sum() < lengths.sum()) == (tokens == "on-policy")
+    if choice != TRL:
+        logged = {name: [float(value) for value in values] for name, values in made._metrics["train"].items()}
+        counting.model = Model(1, 0, 0, 1, 1)
+        counts, _ = update(counting, (lengths, advantages, entropy, on_policy, order), choice)
+        assert counts["head backward"] == 6 * sum(logged["d3s/tokens_kept"])
+        assert logged["d3s/largest_micro_batch"] == [largest]
+        assert logged["d3s/padding"] == pytest.approx([counts["padding"] / counts["body forward"]])
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -101,12 +178,13 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_shares_sum_up_and_what_keeps_all_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    batch = [*LLAMA, *BATCH, "--json", "--off-policy", "0.2", "--generation-share", "0.5"]
+    batch = [*LLAMA, *BATCH, "--json", "--prompts=2", "--micro-batch=4", "--off-policy=0.2", "--generation-share=0.5"]
     choices = json.loads(printed(capsys, *batch, "--lengths", "20,64"), parse_constant=pytest.fail)["choices"]
     for row in choices.values():
         assert sum(row["shares"].values()) == pytest.approx(row["update"])
         assert row["step"] == pytest.approx(0.5 + 0.5 * row["update"])
-    assert choices[TRL]["update"] == 1 > choices["off-policy tokens"]["update"]
+    assert choices[TRL]["update"] == 1 > choices[NOTHING]["update"] > choices["off-policy tokens"]["update"]
+    assert choices[TRL]["largest_micro_batch"] > choices[NOTHING]["largest_micro_batch"]
     all_kept = ["--rollouts-kept", "1", "--token-share", "1", "--off-policy", "0", "--passes", "old"]
     assert {row["update"] for row in json.loads(printed(capsys, *batch, *all_kept))["choices"].values()} == {1}
 
@@ -114,9 +192,28 @@ def test_shares_sum_up_and_what_keeps_all_saves_nothing(capsys: pytest.CaptureFi
 def test_the_text_and_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
     (tmp_path / "lengths").write_text('20\n{"length": 30}\n')
-    text = printed(capsys, str(tmp_path), *BATCH, "--lengths", str(tmp_path / "lengths"))
-    assert all(said in text for said in ("Pays most: rollouts +", "--group-size 8", savings.NOTES, savings.FINDING))
+    text = printed(capsys, str(tmp_path), *BATCH, "--prompts=2", "--lengths", str(tmp_path / "lengths"))
+    assert all(said in text for said in ("Pays most: rollouts", "--group-size 8", savings.NOTES))
     assert doctest.testmod(savings) == (0, 4)
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    command, table = re.findall(r"```\n(.*?)```", page.partition("shapes of Qwen2.5-0.5B:")[2], re.DOTALL)[:2]
+    lines = printed(capsys, *command.replace("\\", "").split()[4:]).splitlines()
+    assert [line.rstrip() for line in lines[: table.count("\n")]] == table.splitlines()
+
+
+def test_the_sentences_say_what_pays() -> None:
+    steps = {TRL: 1.0, NOTHING: 0.5, "rollouts": 0.35, "tokens in the update": 0.6, "rollouts + tokens known": 0.3}
+    nothing, best, little = savings._sentences(steps)
+    assert "a step is 0.50x of TRL's" in nothing
+    assert best == "Pays most: rollouts. A step is 0.35x of TRL's, 0.70x of that with nothing dropped."
+    assert "Does not pay: tokens in the update (-10 %); rollouts + tokens known (5 %)." in little
+    _, best, _ = savings._sentences(steps | {"rollouts": 0.45})
+    assert best.startswith("Pays most: rollouts + tokens known.")
+    _, best, _ = savings._sentences(steps | {"rollouts": 0.41, "rollouts + tokens known": 0.4})
+    assert best.startswith("Pays most: nothing dropped. A step is 0.50x of TRL's")
 
 
 def test_entropies_are_the_recorded_ones() -> None:

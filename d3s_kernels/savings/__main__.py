@@ -3,9 +3,9 @@
 Example:
     >>> from d3s_kernels.savings.__main__ import counted, options_of
     >>> llama = "--layers 2 --hidden 64 --intermediate 128 --heads 4 --kv-heads 2 --vocab 1000"
-    >>> options = options_of(f"{llama} --prompt-length 8 --lengths 32,32 --rollouts-kept 0.5 --token-share 0.1".split())
-    >>> {name: round(row["update"], 2) for name, row in counted(options)["choices"].items() if "known" not in name}
-    {'TRL as it is': 1.0, 'rollouts': 0.5, 'tokens in the update': 0.74, 'rollouts + tokens in the update': 0.37}
+    >>> choices = counted(options_of(f"{llama} --prompt-length 8 --lengths 12,32".split()))["choices"]
+    >>> {name: round(row["update"], 2) for name, row in choices.items() if "tokens" not in name}
+    {'TRL as it is': 1.0, 'nothing dropped': 0.61, 'rollouts': 0.29}
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from .._head.products import SIZES
 from ..selection_options import RATIO, ROLLOUTS, Takes, whole
-from .counts import CHOICES, PARTS, SIGMA, TRL, drawn, lengths_of, number, update
+from .counts import CHOICES, NOTHING, PARTS, SIGMA, TRL, drawn, lengths_of, number, update
 from .model import NUMBERS, from_config
 
 PROG = "python -m d3s_kernels.savings"
@@ -31,8 +31,10 @@ These are counts, not times: operations of matrix products as in TRL 1.16, two f
 of {DRAWS} batches of one process, which are drawn with independent lengths, rewards and entropies. Attention counts as
 full squares: a causal kernel computes half of them, one with a window less. Not counted: norms and all else between
 products, how efficient kernels are (for attention, or for few rows), an adapter's products, a reference model, the
-optimizer, communication and the host. A step is --generation-share plus the rest of it times the update's share."""
-FINDING = """\
+optimizer, communication and the host. A step is --generation-share, 0 if it is not given, plus the rest of it times
+the update's share. The largest micro-batch is that of all batches, in positions (rows x columns): the memory of
+activations grows with it. Rows are in D3STrainer's micro-batches of equal work; for loss_type bnpo, an entropy bonus or
+a router loss, it keeps TRL's.
 What is learnt is not counted either. In our small experiment (experiments/learning/README.md), training on 8 of 32
 rollouts was as good as on all 32 in the same priced time. It was ahead of generating only 8 where successes were rare,
 prompts few and generation nearly free; where generation cost 0.4 of an update or more, generating 8 had the higher
@@ -90,9 +92,7 @@ def options_of(arguments: Sequence[str] | None, prog: str = PROG) -> argparse.Na
         if (rollouts := options.prompts * options.group_size) % options.micro_batch:
             raise ValueError(f"--micro-batch: got {options.micro_batch}; takes a divisor of {rollouts}, all rollouts")
         if options.off_policy and options.passes == "old":
-            raise ValueError(
-                f"--passes: got 'old' with --off-policy {options.off_policy}; takes vllm, which makes them known"
-            )
+            raise ValueError(f"--passes: got 'old' with --off-policy {options.off_policy}; takes vllm")
         options.model, options.lengths = from_config(config, numbers), lengths_of(options.lengths)
     except ValueError as error:
         parser.error(f"argument {error}")
@@ -100,63 +100,56 @@ def options_of(arguments: Sequence[str] | None, prog: str = PROG) -> argparse.Na
     return options
 
 
-def _sentences(shares: dict[str, float]) -> list[str]:
-    """Returns sentences that say which choice saves most, and which choices save little. ``shares`` has the time of
-    each choice's step, as a share of the time of TRL's step.
+def _sentences(steps: dict[str, float]) -> list[str]:
+    """Returns sentences that say what is saved if nothing is dropped, which choice saves most, and which choices save
+    little. ``steps`` has the time of each choice's step, as a share of the time of TRL's step.
     """
-    saved = {
-        name: (shares["rollouts"] if " + " in name else 1) - share for name, share in shares.items() if name != TRL
-    }
-    pays = {name: share for name, share in shares.items() if saved.get(name, 0) >= 0.1}
-    best = min(pays or shares, key=shares.__getitem__)
-    little = [
-        f"{name.partition(' + ')[2] + ' added to rollouts' if ' + ' in name else name} ({100 * part:.0f} %)"
-        for name, part in saved.items()
-        if name not in pays
-    ]
+    more = {name: steps["rollouts" if " + " in name else NOTHING] - step for name, step in steps.items()}
+    pays = [name for name, part in more.items() if part >= 0.1] or [NOTHING]
+    best = min(pays, key=steps.__getitem__)
+    little = [f"{name} ({round(100 * part)} %)" for name, part in more.items() if name not in (TRL, NOTHING, *pays)]
     return [
-        f"Pays most: {best}. A step is {shares[best]:.2f}x of TRL's.",
-        f"Does not pay, since it saves less than 10 % of TRL's step: {'; '.join(little) or 'nothing'}.",
-        FINDING,
+        f"Nothing dropped (keep_all=True): a step is {steps[NOTHING]:.2f}x of TRL's. Its gradient is TRL's up to "
+        "rounding, so this needs no claim about learning.",
+        f"Pays most: {best}. A step is {steps[best]:.2f}x of TRL's, {steps[best] / steps[NOTHING]:.2f}x of that with "
+        "nothing dropped.",
+        f"Does not pay: {'; '.join(little) or 'nothing'}. A percentage is what a choice saves of TRL's step beyond "
+        "nothing dropped, or beyond rollouts alone. It pays from 10 % on.",
     ]
 
 
 def counted(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the JSON object. For each choice, ``operations`` has the numbers of operations of an update on one
     generation batch, by part. The other values are shares: ``shares`` and ``update`` of TRL's update, ``step`` of TRL's
-    step, and ``padding`` of the operations of the body's forward.
+    step, and ``padding`` of the operations of the body's forward. ``largest_micro_batch`` is a number of positions.
     """
     totals = {choice: Counter[str]() for choice in CHOICES if options.off_policy or choice != "off-policy tokens"}
-    longest, rows = 0, {}
+    largest, rows = dict.fromkeys(totals, 0), {}
     for seed in range(DRAWS):
         batch = drawn(seed, options)
-        longest = max(longest, int(batch[0].max()))
         for choice, total in totals.items():
-            total.update(update(options, batch, choice))
+            counts, positions = update(options, batch, choice)
+            total.update(counts)
+            largest[choice] = max(largest[choice], positions)
     of_trl, other = sum(totals[TRL][part] for part in PARTS), options.generation_share
     for choice, total in totals.items():
         share = sum(total[part] for part in PARTS) / of_trl
         rows[choice] = {
             "operations": {part: total[part] / DRAWS for part in PARTS}, "update": share,
             "shares": {part: total[part] / of_trl for part in PARTS}, "step": other + (1 - other) * share,
-            "padding": total["padding"] / total["body forward"],
+            "padding": total["padding"] / total["body forward"], "largest_micro_batch": largest[choice],
         }  # fmt: skip
-    tokens, vocabulary = options.micro_batch * longest, options.model.vocabulary
+    tokens = largest[TRL] - options.micro_batch * options.prompt_length
+    vocabulary = options.model.vocabulary
     logits = {  # most bytes at a time; TRL has a bfloat16 tile of 4,096 tokens x 32,768 ids; our tile is float32
         "in TRL (bfloat16)": 2 * min(tokens, 4096) * 32768,
         "in ours (float32)": min(SIZES["cuda"].workspace_bytes, 4 * tokens * vocabulary),
         "if all were stored (bfloat16)": 2 * tokens * vocabulary,
     }
-    sentences = _sentences({choice: row["step"] for choice, row in rows.items()})
     return {
-        "schema": 1,
-        "model": options.model._asdict(),
-        "options": options.values,
-        "choices": rows,
-        "logits_bytes": logits,
-        "sentences": sentences,
-        "notes": NOTES,
-    }
+        "schema": 1, "model": options.model._asdict(), "options": options.values, "choices": rows, "notes": NOTES,
+        "logits_bytes": logits, "sentences": _sentences({choice: row["step"] for choice, row in rows.items()}),
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -165,30 +158,21 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     if options.json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return 0
-    table = [["of TRL's", "step", "update", *PARTS, "padding"]]
+    heads = ["of TRL's", "step", "update", *PARTS, "padding", "largest micro-batch"]  # a word a line
+    table = [*zip_longest(*(head.split()[::-1] for head in heads), fillvalue="")][::-1]
     for choice, row in found["choices"].items():
-        cells = [f"{100 * share:.1f} %" for share in (*row["shares"].values(), row["padding"])]
-        table.append([choice, f"{row['step']:.3f}x", f"{row['update']:.3f}x", *cells])
-    if sys.stdout.isatty() and find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        shown = Table(*table[0])
-        for cells in table[1:]:
-            shown.add_row(*cells)
-        Console().print(shown)
-    else:
-        widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
-        for cells in table:
-            print(cells[0].ljust(widths[0]) + "".join(map(str.rjust, cells[1:], widths[1:])))
+        times = [f"{row[name]:.3f}x" for name in ("step", "update")]
+        shares = [f"{100 * share:.1f} %" for share in (*row["shares"].values(), row["padding"])]
+        table.append((choice, *times, *shares, f"{row['largest_micro_batch']:,}"))
+    widths = [max(map(len, column)) + 1 for column in zip(*table, strict=True)]
+    for cells in table:
+        print(cells[0].ljust(widths[0]) + "".join(map(str.rjust, cells[1:], widths[1:])))
     of_trl = sum(found["choices"][TRL]["operations"].values())
     logits = ", ".join(f"{number / 2**20:,.0f} MiB {name}" for name, number in found["logits_bytes"].items())
-    print("", *found["sentences"][:2], "", sep="\n")
+    print("", *found["sentences"], "", sep="\n")
     print("With", *(f"{name} {value}" for name, value in found["options"].items()))
-    if not options.generation_share:
-        print("Without --generation-share, a step is its update only.")
     print(f"TRL's update has {of_trl:.4g} operations. Logits that a micro-batch holds at a time: {logits}.")
-    print("", NOTES, *found["sentences"][2:], sep="\n")
+    print("", NOTES, sep="\n")
     return 0
 
 

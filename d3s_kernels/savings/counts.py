@@ -5,6 +5,8 @@ TRL's LM head computes four products for a labelled token: in the forward the lo
 and the gradients of the hidden state and of the weight. Our head computes ``1 + 3 r`` products, where ``r`` is the
 share of the tokens that are kept. If the kept tokens are known before the update (``entropy_from="rollout"``), our head
 computes ``4 r`` products, and the body computes only rows with a kept token, up to the last column with a kept token.
+
+TRL's micro-batches have equal numbers of rows, all as wide as the batch. Ours are those of ``order_rows="auto"``.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ import torch
 from torch import Tensor
 
 from .._segments.quota import Quota
+from ..micro_batches import micro_batches
 from ..rollouts import group_advantages
 from ..selection import Selection
 from ..tokens import select_tokens
 from .model import Model
 
 PARTS = ("body forward", "recompute", "body backward", "head forward", "head backward", "passes without gradient")
-TRL = "TRL as it is"
+TRL, NOTHING = "TRL as it is", "nothing dropped"
 CHOICES = {  # for each: whether rollouts are chosen, and how tokens are chosen
-    TRL: (False, "all"), "rollouts": (True, "all"), "tokens in the update": (False, "in update"),
-    "tokens known before": (False, "known"), "off-policy tokens": (False, "on-policy"),
-    "rollouts + tokens in the update": (True, "in update"), "rollouts + tokens known before": (True, "known"),
+    TRL: (False, "all"), NOTHING: (False, "all"), "rollouts": (True, "all"),
+    "tokens in the update": (False, "in update"), "tokens known before": (False, "known"),
+    "off-policy tokens": (False, "on-policy"), "rollouts + tokens in the update": (True, "in update"),
+    "rollouts + tokens known before": (True, "known"),
 }  # fmt: skip
 SIGMA = 0.9  # standard deviation of the logarithms of lengths, as in a benchmark of TRL (trl#6092)
 SPREAD = 2.0  # a prompt's rate of success is drawn from Beta(SPREAD s, SPREAD (1 - s)), whose mean is s
@@ -55,19 +59,15 @@ def number(text: str) -> Any:
 
 def lengths_of(text: str) -> Callable[[Random], int]:
     """Returns a function that draws a completion's length: either a random line of a file, or a log-normal value, but
-    at most a given maximum.
-
-    Let c = log(maximum), and let P be the cumulative normal distribution. Then the log-normal lengths have the mean
-    ``exp(mu + SIGMA^2 / 2) P((c - mu) / SIGMA - SIGMA) + maximum P((mu - c) / SIGMA)``. Bisection finds the mu for
-    which this is the given mean.
+    at most a given maximum. Bisection finds the log-normal's mu for which lengths have the given mean.
     """
     mean, _, most = map(number, text.partition(","))
     if type(mean) is int and type(most) is int and 0 < mean <= most:
-        c, cdf, low, high = math.log(most), NormalDist().cdf, -9.0, math.log(most) + 9 * SIGMA
+        at, low, high = [NormalDist(0, SIGMA).inv_cdf((n + 0.5) / 999) for n in range(999)], -9.0, math.log(most) + 9
         for _ in range(60):
             mu = (low + high) / 2
-            found = math.exp(mu + SIGMA**2 / 2) * cdf((c - mu) / SIGMA - SIGMA) + most * cdf((mu - c) / SIGMA)
-            low, high = (mu, high) if found < mean else (low, mu)
+            found = sum(min(most, math.exp(mu + value)) for value in at) / 999
+            low, high = (mu, high) if found <= mean else (low, mu)
         return lambda draws: max(1, min(most, round(draws.lognormvariate(mu, SIGMA))))
     if not Path(text).is_file():
         raise ValueError(f"--lengths: got {text!r}; takes a file, or a mean and a maximum above it, as in 400,1024")
@@ -99,47 +99,55 @@ def drawn(seed: int, options: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor
     return lengths, group_advantages(rewards), entropy, at_random[1] >= options.off_policy, order
 
 
-def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> Counter[str]:
-    """Returns the number of operations of a batch's update, by part. The entry "padding" has the operations that the
-    body's forward spends on padding.
+def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[Counter[str], int]:
+    """Counts the update of an optimizer step that trains on a whole batch. Returns the number of operations, by part,
+    and the number of positions of the largest micro-batch. The entry "padding" has the operations that the body's
+    forward spends on columns that a row does not need.
     """
     model: Model = options.model
     all_lengths, advantages, entropy, on_policy, order = batch
-    (chooses, tokens), prompt, total = CHOICES[choice], options.prompt_length, Counter[str]()
-    rows, head = torch.arange(len(all_lengths)), 2 * model.hidden * model.vocabulary
-    micro_batches = len(rows) // options.micro_batch
+    (chooses, tokens), prompt, size = CHOICES[choice], options.prompt_length, options.micro_batch
+    rows, head, total, largest = torch.arange(len(order)), 2 * model.hidden * model.vocabulary, Counter[str](), 0
 
-    def add_pass(rows: Tensor, columns: int) -> None:
-        of_head = head * int(all_lengths[rows].sum())
-        total["passes without gradient"] += model.body(len(rows), prompt + columns)[0] + of_head
+    def add_pass(lengths: Tensor, width: int) -> None:
+        """Adds a pass without gradient over rows of a batch of this width, in as many forwards as TRL's."""
+        forwards = [(len(lengths), prompt + width)]
+        if choice != TRL and len(lengths) > size:
+            parts = micro_batches(prompt + lengths, -(-len(lengths) // size))
+            forwards = [(len(part.rows), part.width) for part in parts]
+        total[PARTS[-1]] += sum(model.body(*forward)[0] for forward in forwards) + head * int(lengths.sum())
 
     if options.passes == "vllm":  # vLLM's correction is computed before rollouts are chosen
-        add_pass(rows, int(all_lengths.max()))
+        add_pass(all_lengths, int(all_lengths.max()))
     if chooses:
         selection = Selection(rollouts_start=options.rollouts_kept, rollouts_end=options.rollouts_kept)
-        rows = selection.rollouts(advantages, 0.0, multiple_of=micro_batches).flatten().nonzero()[:, 0]
+        rows = selection.rollouts(advantages, 0.0, multiple_of=len(order) // size).flatten().nonzero()[:, 0]
     lengths, advantages = all_lengths[rows], advantages.flatten()[rows]
     width = int(lengths.max())
     if options.passes == "old":
-        add_pass(rows, width)
+        add_pass(lengths, width)
     elif options.passes == "none" and tokens == "known":  # an extra pass, only for entropies
-        add_pass(rows[advantages != 0], width)
+        add_pass(lengths[advantages != 0], width)
 
     needed = torch.arange(width) < lengths[:, None]  # the tokens that the head computes
-    if known := tokens in ("known", "on-policy"):
+    if tokens in ("known", "on-policy"):
         needed &= on_policy[rows, :width]
     if tokens == "known":
         needed = select_tokens(entropy[rows, :width], advantages, options.token_share, mask=needed).mask
-    share, columns = Quota(ratio=options.token_share if tokens == "in update" else 1.0), width
-    for place in order[rows].argsort().chunk(micro_batches):
-        if known:
-            place = place[needed[place].any(dim=1)] if needed[place].any() else place[:1]
-            columns = max(1, int((needed[place].any(dim=0) * torch.arange(1, width + 1)).amax()))
-        forward, recompute, backward = model.body(len(place), prompt + columns, options.lora)
-        whole = sum(model.body(1, prompt + min(length, columns))[0] for length in lengths[place].tolist())
+    # The columns that each row needs: its prompt, and those up to its last token. Without a token, a row needs none.
+    columns = (needed * torch.arange(prompt + 1, prompt + width + 1)).amax(dim=1)
+    places = order[rows].argsort().chunk(len(order) // size)
+    if choice != TRL and tokens != "in update":
+        places = tuple(part.rows for part in micro_batches(columns, len(places)))
+    share = Quota(ratio=options.token_share if tokens == "in update" else 1.0)
+    for place in places:
+        used = int((columns[place] > 0).sum()) or 1  # as in the trainer: one row if no row has a token
+        widest = prompt + width if choice == TRL else max(prompt + 1, int(columns[place].max()))
+        forward, recompute, backward = model.body(used, widest, options.lora)
         labelled = needed[place].sum()
         of_kept = head * int(share.of(labelled)) * (2 if options.lora or options.frozen_head else 3)
         total.update(dict(zip(PARTS, (forward, recompute, backward, head * int(labelled), of_kept), strict=False)))
-        total["padding"] += forward - whole
+        total["padding"] += forward - sum(model.body(1, of_row)[0] for of_row in columns[place].tolist())
+        largest = max(largest, used * widest)
     total["recompute"] *= not options.no_checkpointing
-    return total
+    return total, largest
