@@ -2,9 +2,10 @@
 
     python examples/own_loop.py
 
-`update` below has every part: advantages, the choice of rollouts, the trusted tokens, the LM head without logits, the
-choice of tokens, the loss. The policy is a small transformer that learns to continue counting from the last digit of
-its prompt. Its rollouts come from an engine, a copy that gets new weights every few steps.
+`update` below has every part: advantages, the choice of rollouts, micro-batches of equal work, the LM head without
+logits, the trusted tokens, the choice of tokens, the loss. The policy is a small transformer that learns to continue
+counting from the last digit of its prompt. Its rollouts come from an engine, a copy that gets new weights every few
+steps.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 import d3s_kernels as d3s
 
-DIGITS, LENGTH = 10, 4  # a prompt and a completion have LENGTH digits each
-PROMPTS, GROUP = 32, 16  # prompts of a step, and rollouts of each prompt
+DIGITS, LENGTH, LIMIT = 10, 4, 8  # a prompt has LENGTH digits, a completion has 1 to LIMIT
+PROMPTS, GROUP = 16, 16  # prompts of a step, and rollouts of each prompt
+PARTS = 4  # micro-batches of a step
 WIDTH = 64
 NEW_WEIGHTS = 5  # every so many steps
 
@@ -27,7 +29,7 @@ class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(DIGITS + 1, WIDTH)
-        self.places = nn.Parameter(torch.randn(2 * LENGTH, WIDTH) * 0.1)
+        self.places = nn.Parameter(torch.randn(LENGTH + LIMIT, WIDTH) * 0.1)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, DIGITS, bias=False)
@@ -51,9 +53,9 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def generate(engine: Policy, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """The prompts, each followed by a sampled completion, and the log-probabilities of the completions' tokens."""
+    """The prompts, each followed by LIMIT sampled tokens, and the log-probabilities of these tokens."""
     tokens, logprobs = prompts, []
-    for _ in range(LENGTH):
+    for _ in range(LIMIT):
         choice = torch.distributions.Categorical(logits=engine(tokens)[:, -1])
         drawn = choice.sample()
         tokens = torch.cat([tokens, drawn.unsqueeze(1)], 1)
@@ -69,37 +71,49 @@ def update(
     """
     prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
     tokens, sampling_logprob = generate(engine, prompts)
+    lengths = (LIMIT * torch.rand(len(tokens)) ** 2).int() + 1  # most completions are short
+    mask = torch.arange(LIMIT) < lengths.unsqueeze(1)
     right = (tokens[:, LENGTH - 1 : -1] + 1) % DIGITS
-    rewards = (tokens[:, LENGTH:] == right).float().mean(1).view(PROMPTS, GROUP)
+    rewards = ((tokens[:, LENGTH:] == right) & mask).sum(1) / lengths
 
     # 1. Advantages of all rollouts. Only the rollouts whose advantages vary most are kept and forwarded again.
-    advantages = d3s.group_advantages(rewards)
+    advantages = d3s.group_advantages(rewards.view(PROMPTS, GROUP))
     kept = selection.rollouts(advantages, progress)
-    tokens, weights = tokens[kept.flatten()], advantages[kept]
+    rows, weights = kept.flatten(), advantages[kept]
+    tokens, mask, lengths, sampling_logprob = tokens[rows], mask[rows], lengths[rows], sampling_logprob[rows]
 
-    # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states. The parameters of the head
+    # 2. Micro-batches of equal work: rows of similar lengths together, each as wide as its longest row.
+    parts = d3s.micro_batches(lengths, PARTS)
+
+    # 3. Log-probability and entropy of the sampled tokens, straight from the hidden states. The parameters of the head
     #    (here only a weight) are read from the policy, and the head is compared with the policy's logits once.
-    def scores(mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
-        return d3s.linear_logprob_entropy(hidden, labels=tokens[:, LENGTH:], mask=mask, **d3s.lm_head(policy))
+    def scores(part: d3s.MicroBatch, mask: Tensor) -> tuple[Tensor, Tensor]:
+        columns = tokens[part.rows, : LENGTH + part.width]
+        hidden = policy.hidden(columns[:, :-1])[:, LENGTH - 1 :]
+        mask = mask[part.rows, : part.width]
+        return d3s.linear_logprob_entropy(hidden, labels=columns[:, LENGTH:], mask=mask, **d3s.lm_head(policy))
 
-    # 3. The tokens that have nearly the probability they were sampled with. Other tokens cost nothing in the update.
+    old_logprob, entropy = torch.zeros_like(sampling_logprob), torch.zeros_like(sampling_logprob)
     with torch.no_grad():
-        old_logprob, _ = scores()
-    trusted = selection.trusted(old_logprob, sampling_logprob[kept.flatten()], weights)
-    logprob, entropy = scores(trusted.mask)
+        for part in parts:
+            old_logprob[part.rows, : part.width], entropy[part.rows, : part.width] = scores(part, mask)
 
-    # 4. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so the backward of
-    #    the head computes only their rows.
+    # 4. The tokens that have nearly the probability they were sampled with, and of these the tokens with the largest
+    #    |advantage| * entropy of the batch. Only they have a gradient, so the head computes only their rows.
+    trusted = selection.trusted(old_logprob, sampling_logprob, weights, mask=mask)
     chosen = selection.tokens(entropy, weights, progress, mask=trusted)
 
-    # 5. GRPO's loss. The policy is that of the first pass, so nothing is clipped.
-    ratio = d3s.importance_ratio(logprob, old_logprob) * trusted.weight
-    loss = -(ratio * weights.unsqueeze(1))[chosen.mask].sum() / chosen.count.clamp(min=1)
+    # 5. GRPO's loss. The policy is that of the first pass, so nothing is clipped. Each micro-batch adds its share to
+    #    the gradient: all have the same denominator, the number of kept tokens of the batch.
     optimizer.zero_grad()
-    loss.backward()
+    for part in parts:
+        logprob, _ = scores(part, chosen.mask)
+        place = part.rows, slice(part.width)
+        ratio = d3s.importance_ratio(logprob, old_logprob[place]) * trusted.weight[place]
+        loss = -(ratio * weights[part.rows].unsqueeze(1))[chosen.mask[place]].sum() / chosen.count.clamp(min=1)
+        loss.backward()
     optimizer.step()
-    return rewards.mean(), trusted.mask.float().mean()
+    return rewards.mean(), trusted.mask[mask].float().mean()
 
 
 def main() -> None:

@@ -510,7 +510,7 @@ MUTANTS = (
     Mutant(
         "trl: prompts that move are padded on the right",
         "d3s_kernels/integrations/trl/batch.py",
-        "(n, 0) if name in _PROMPT else (0, n)",
+        "(n, 0) if name in PROMPT else (0, n)",
         "(0, n)",
         "tests/trainers/test_trl_moves.py",
     ),
@@ -654,5 +654,26 @@ MUTANTS = (
         "if ratio is not None and self._tokens_are_independent(batch):",
         "if ratio is not None:",
         "tests/trainers/test_trl_trust.py",
+    ),
+    Mutant(
+        "trl: micro-batches of few rows count as much as others",
+        "d3s_kernels/integrations/trl/update.py",
+        "return loss * inputs[SHARE] if",
+        "return loss if",
+        "tests/trainers/test_trl_micro_batches.py",
+    ),
+    Mutant(
+        "trl: prompts are cut where positions are learnt",
+        "d3s_kernels/integrations/trl/columns.py",
+        "MayCut(prompts=bool(rotary) and",
+        "MayCut(prompts=True and",
+        "tests/trainers/test_trl_micro_batches.py",
+    ),
+    Mutant(
+        "micro_batches: the bound is not the smallest",
+        "d3s_kernels/micro_batches.py",
+        "len(self.ends(bound)) <= number",
+        "len(self.ends(bound)) < number or bound == bounds[-1]",
+        "tests/test_micro_batches.py",
     ),
 )
