@@ -32,10 +32,11 @@ OFF_POLICY_SHARE = "d3s/off_policy_share"
 logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
 """
 
+LARGEST = "d3s/largest_micro_batch"  # the log of several updates has the largest value, not the mean
 PADDING_NAMES = {
     "d3s/padding": "share of the forwarded positions that are padding",
     "d3s/padding_before": "the same share if all kept rollouts were as wide as the longest prompt and completion",
-    "d3s/largest_micro_batch": "number of positions of the largest micro-batch of any process, padding included",
+    LARGEST: "number of positions of the largest micro-batch of any process, padding included",
 }
 """Every metric of the update's micro-batches, and its meaning. Logged by trainers whose micro-batches we cut."""
 
@@ -221,7 +222,7 @@ def padding_metrics(sums: Tensor, largest: Tensor) -> dict[str, Tensor]:
     return {
         "d3s/padding": 1 - tokens / after,
         "d3s/padding_before": 1 - tokens_before / before,
-        "d3s/largest_micro_batch": largest.double(),
+        LARGEST: largest.double(),
     }
 
 

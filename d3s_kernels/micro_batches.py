@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -91,96 +93,105 @@ def micro_batches(
     for name, value in {"number": number, "max_positions": max_positions, "multiple_of": multiple_of}.items():
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}: got {value!r}; takes a whole number of at least 1")
-    both = [_checked("lengths", lengths)]
-    if prompt_lengths is not None:
-        both.append(_checked("prompt_lengths", prompt_lengths, len(lengths)))
-    table = torch.stack([values.to(lengths.device, torch.int64) for values in both])
-    everyones, rank = table.unsqueeze(0), 0
-    if process_group is not None:
-        ranks = ranks_of(process_group)
-        counts = ranks.gather_number(len(lengths), lengths).tolist()
-        if len(set(counts)) > 1:
-            raise ValueError(f"lengths: got {counts} rows on the ranks; takes the same number on all ranks")
-        everyones, rank = ranks.gather(table), ranks.rank
-    everyones = everyones.cpu()
-    if everyones.numel() and int(everyones.amin()) < 0:
-        raise ValueError(f"lengths: got {int(everyones.amin())}; takes numbers of at least 0, also for prompts")
-    if len(lengths) == 0 and number is None:
-        return []
-    keys = [everyones[:, 0]] if prompt_lengths is None else [everyones[:, 0], everyones.sum(dim=1)]
-    orders = [key.argsort(dim=1, descending=True, stable=True) for key in keys]
-    candidates = [_Ordered(everyones, order, multiple_of) for order in orders]
-    if number is None:
-        longest = max(candidates[0].positions(row, row + 1) for row in range(len(lengths)))
-        if longest > (most := max_positions or 0):
-            raise ValueError(f"max_positions: got {max_positions}; takes at least {longest}, which one row needs")
-        number = min(len(candidate.ends(most)) for candidate in candidates)
-    elif number > len(lengths):
+    given = {"lengths": lengths} | ({} if prompt_lengths is None else {"prompt_lengths": prompt_lengths})
+    for name, values in given.items():
+        _require_lengths(name, values, lengths)
+    own = torch.stack([values.to(lengths.device, torch.int64) for values in given.values()])
+    everyones, rank = _of_all_ranks(own, process_group)  # [ranks, 1 or 2, rows]
+    for place, name in enumerate(given):
+        if len(lengths) and (least := int(everyones[:, place].amin())) < 0:
+            raise ValueError(f"{name}: got {least}; takes numbers of at least 0")
+    if number is not None and number > len(lengths):
         raise ValueError(f"number: got {number} for {len(lengths)} rows; takes at most one micro-batch for each row")
-    bounds = [candidate.smallest_bound(number) for candidate in candidates]
+    if len(lengths) == 0:
+        return []
+    everyones = (everyones + multiple_of - 1) // multiple_of * multiple_of
+    orders = [_Order(everyones, everyones[:, 0])]
+    if prompt_lengths is not None:
+        orders.append(_Order(everyones, everyones.sum(dim=1)))
+    if max_positions is not None:
+        if (most := int(everyones.sum(dim=1).amax())) > max_positions:
+            raise ValueError(f"max_positions: got {max_positions}; takes at least {most}, which one row needs")
+        number = min(len(order.ends(max_positions)) for order in orders)
+    assert number is not None
+    bounds = [order.smallest_bound(number) for order in orders]
     best = bounds.index(min(bounds))
     parts = []
-    for rows in orders[best][rank].tensor_split(candidates[best].ends_of_parts(number, bounds[best])[:-1]):
-        width, *prompt = [_rounded(length, multiple_of) for length in everyones[rank][:, rows].amax(dim=1).tolist()]
-        parts.append(MicroBatch(rows.to(lengths.device), width, sum(prompt)))
+    for rows in orders[best].rows[rank].tensor_split(orders[best].ends_of_parts(number, bounds[best])[:-1]):
+        widths = everyones[rank][:, rows].amax(dim=1).tolist()
+        parts.append(MicroBatch(rows.to(lengths.device), widths[0], 0 if prompt_lengths is None else widths[1]))
     return parts
 
 
-def _rounded(number: int, multiple_of: int) -> int:
-    return -(-number // multiple_of) * multiple_of
-
-
-def _checked(name: str, values: Tensor, rows: int | None = None) -> Tensor:
+def _require_lengths(name: str, values: Tensor, lengths: Tensor) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: got {type(values).__name__}; takes a tensor of integers")
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{name}: got dtype {values.dtype}; takes integers")
-    if values.dim() != 1 or rows not in (None, len(values)):
-        takes = "[rows]" if rows is None else f"that of lengths, [{rows}]"
+    if values.dim() != 1 or len(values) != len(lengths):
+        takes = "[rows]" if values is lengths else f"that of lengths, {list(lengths.shape)}"
         raise ValueError(f"{name}: got shape {list(values.shape)}; takes {takes}")
-    return values
 
 
-class _Ordered:
-    """Rows in one order. A rank's k-th row counts as long as the longest k-th row of any rank."""
+def _of_all_ranks(own: Tensor, process_group: ProcessGroup | DeviceMesh | None) -> tuple[Tensor, int]:
+    """Returns the lengths of all ranks, on the CPU, and the rank of this process."""
+    if process_group is None:
+        return own.unsqueeze(0).cpu(), 0
+    ranks = ranks_of(process_group)
+    counts = ranks.gather_number(own.shape[1], own).tolist()
+    if len(set(counts)) > 1:
+        raise ValueError(f"lengths: got {counts} rows on the ranks; takes the same number on all ranks")
+    return ranks.gather(own).cpu(), ranks.rank
 
-    def __init__(self, lengths: Tensor, order: Tensor, multiple_of: int) -> None:
-        """``lengths``, ``[ranks, 1 or 2, rows]``, has each rank's lengths of completions, and of prompts if any.
-        ``order``, ``[ranks, rows]``, has the order of each rank's rows.
-        """
-        sorted_lengths = lengths.gather(2, order.unsqueeze(1).expand_as(lengths))
-        longest = sorted_lengths.amax(dim=0).t().tolist()
-        self._rows = [[_rounded(length, multiple_of) for length in row] for row in longest]
 
-    def positions(self, begin: int, end: int) -> int:
-        return (end - begin) * sum(map(max, zip(*self._rows[begin:end], strict=True)))
+class _Order:
+    """Each rank's rows, in the descending order of a key, and the ways to divide them into consecutive parts. All ranks
+    divide at the same places. So the k-th row counts as long as the longest k-th row of any rank.
+    """
+
+    def __init__(self, lengths: Tensor, key: Tensor) -> None:
+        """``lengths``, ``[ranks, 1 or 2, rows]``, has each rank's widths of completions, and of prompts if any."""
+        self.rows = key.argsort(dim=1, descending=True, stable=True)
+        widest = lengths.gather(2, self.rows.unsqueeze(1).expand_as(lengths)).amax(dim=0).tolist()
+        self._widths: list[int] = widest[0]
+        self._prompts: list[int] = widest[1] if len(widest) > 1 else [0] * len(widest[0])
 
     def ends(self, bound: int) -> list[int]:
-        """Returns where each part ends if each takes as many rows as ``bound`` allows, and at least one row."""
-        ends, begin, widths = [], 0, self._rows[0]
-        for place, row in enumerate(self._rows):
-            wider = list(map(max, widths, row))
-            if place > begin and (place + 1 - begin) * sum(wider) > bound:
+        """Returns where each part ends if it takes as many rows as the bound on its positions allows; at least one."""
+        ends, begin, width, prompt = [], 0, 0, 0
+        for place, (own_width, own_prompt) in enumerate(zip(self._widths, self._prompts, strict=True)):
+            width, prompt = max(width, own_width), max(prompt, own_prompt)
+            if (place + 1 - begin) * (width + prompt) > bound and place > begin:
                 ends.append(place)
-                begin, wider = place, row
-            widths = wider
-        return [*ends, len(self._rows)]
+                begin, width, prompt = place, own_width, own_prompt
+        return [*ends, len(self._widths)]
 
     def smallest_bound(self, number: int) -> int:
-        bounds = range(max(map(sum, self._rows)), self.positions(0, len(self._rows)) + 1)
-        return bounds[bisect_left(bounds, True, key=lambda bound: len(self.ends(bound)) <= number)]
+        most = len(self._widths) * (max(self._widths) + max(self._prompts))
+        return bisect_left(range(most + 1), True, key=lambda bound: len(self.ends(bound)) <= number)
 
     def ends_of_parts(self, number: int, bound: int) -> list[int]:
-        """Returns where each of exactly ``number`` parts ends. If the bound needs fewer parts, the part that gains most
-        is divided again.
+        """Returns where each of exactly ``number`` parts ends. If the bound needs fewer parts, the largest part is
+        divided in two, as often as necessary.
         """
         ends = self.ends(bound)
+        parts = [(-self._positions(begin, end)[-1], begin, end) for begin, end in pairwise([0, *ends])]
+        heapify(parts)
         while len(ends) < number:
-            begins = [0, *ends]
-            _, cut = max(
-                (self.positions(begin, end) - self.positions(begin, cut) - self.positions(cut, end), -cut)
-                for begin, end in zip(begins, ends, strict=False)
-                for cut in range(begin + 1, end)
-            )
-            ends = sorted([*ends, -cut])
-        return ends
+            _, begin, end = heappop(parts)
+            if end - begin == 1:
+                continue
+            before, after = self._positions(begin, end), self._positions(end - 1, begin - 1, -1)[::-1]
+            cuts = range(1, end - begin)
+            cut = begin + min(cuts, key=lambda cut: (max(before[cut - 1], after[cut]), before[cut - 1] + after[cut]))
+            ends.append(cut)
+            for half in ((begin, cut), (cut, end)):
+                heappush(parts, (-self._positions(*half)[-1], *half))
+        return sorted(ends)
+
+    def _positions(self, first: int, end: int, step: int = 1) -> list[int]:
+        """Returns the positions of the first row alone, of the first two rows, and so on."""
+        places = range(first, end, step)
+        widths = accumulate((self._widths[place] for place in places), max)
+        prompts = accumulate((self._prompts[place] for place in places), max)
+        return [count * (width + prompt) for count, (width, prompt) in enumerate(zip(widths, prompts, strict=True), 1)]

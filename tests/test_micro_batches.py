@@ -79,6 +79,10 @@ def of_ranks(ranks: Ranks, seed: int) -> tuple[list[tuple[int, int, int]], list[
     assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(24))
     for part in parts:
         assert (part.width, part.prompt_width) == (int(completions[part.rows].max()), int(prompts[part.rows].max()))
+    # No row has more than 110 positions, though the longest prompt and completion of all ranks have 200 together.
+    long = torch.tensor([[10, 100], [100, 1], [5, 5]][ranks.rank] * 4).view(4, 2)
+    fits = d3s.micro_batches(long[:, 0], max_positions=110, prompt_lengths=long[:, 1], process_group=ranks.group)
+    assert max(part.positions for part in fits) <= 110
     uneven = torch.ones(3 + ranks.rank, dtype=torch.long)
     with pytest.raises(ValueError, match=re.escape("lengths: got [3, 4, 5] rows on the ranks; takes the same number")):
         d3s.micro_batches(uneven, 2, process_group=ranks.group)
@@ -102,6 +106,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "max_positions: got 4; takes at least 9, which one row needs": ([3, 9], None, {"max_positions": 4}),
     "multiple_of: got 0; takes a whole number of at least 1": ([3], 1, {"multiple_of": 0}),
     "lengths: got -1; takes numbers of at least 0": ([-1], 1, {}),
+    "prompt_lengths: got -2; takes numbers of at least 0": ([1], 1, {"prompt_lengths": torch.tensor([-2])}),
     "lengths: got shape [1, 1]; takes [rows]": ([[3]], 1, {}),
     "prompt_lengths: got shape [2]; takes that of lengths, [1]": ([3], 1, {"prompt_lengths": torch.tensor([1, 2])}),
 }

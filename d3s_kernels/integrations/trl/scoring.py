@@ -20,9 +20,10 @@ from torch.nn.functional import pad
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
+from ...metrics import LARGEST
 from .._transformers import RunWithBudget
 from .batch import FIELDS, IMAGES, SETS, Batch, take
-from .columns import MayCut, by_work, cut, may_cut, row_lengths
+from .columns import MayCut, cut, divided_by_work, row_lengths, what_may_be_cut
 from .config import D3SConfig
 from .head import OverSets, over_sets
 
@@ -130,7 +131,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return int(self.model.config.get_text_config().vocab_size)
 
     def _may_cut(self, columns: int) -> MayCut:
-        return may_cut(self.model.config.get_text_config(), columns)
+        return what_may_be_cut(self.model.config.get_text_config(), columns)
 
     def _log(self, metrics: dict[str, Tensor], weights: dict[str, Tensor] | None = None) -> None:
         """Stores 0-d tensors for the next log. Only the log causes a host sync. NaN is not logged.
@@ -158,12 +159,14 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
             for name, values in zip(ours, read[: len(ours)], strict=True):
                 del metrics[name]
                 own = weights_read.get(name, [])
-                # Other code may have changed the list, which is TRL's. Then the weights belong to other values.
-                pairs = zip(values, own if len(own) == len(values) else [1] * len(values), strict=True)
+                # Other code may have changed the list, which is TRL's. Then the weights belong to other values. If all
+                # weights are 0, TRL's own metrics are 0.
+                pairs = zip(values, own if len(own) == len(values) and any(own) else [1] * len(values), strict=True)
                 # NaN is a mean over nothing. TRL's "entropy" is NaN if no token's entropy is known.
-                if known := [(value, weight) for value, weight in pairs if weight > 0 and not math.isnan(value)]:
-                    total = sum(weight for _, weight in known)
-                    metrics[name] = [sum(value * weight for value, weight in known) / total]
+                if known := [(value, weight) for value, weight in pairs if not math.isnan(value)]:
+                    total = sum(weight for _, weight in known) or 1
+                    mean = sum(value * weight for value, weight in known) / total
+                    metrics[name] = [max(values) if name == LARGEST else mean]
         super().log(logs, *more, **options)
 
     @property
@@ -209,14 +212,21 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return logprob, None, aux
 
     def _scores_of_pass(self, call: Call) -> Scores:
-        """Makes a pass without gradient. TRL scores ``batch_size`` rows at a time, with all columns. This method makes
-        as many forwards, but of rows of similar lengths, each cut to its own columns. Columns that are cut off get 0.
+        """Makes a pass without gradient. If there are more rows than ``batch_size``, TRL scores so many at a time, with
+        all columns. This method then makes as many forwards, but of rows of similar lengths, each cut to its own
+        columns. Columns that are cut off get 0.
         """
         options, rows = {"batch_size": None} | call.options, len(call.tokens)
         model: Any = call.model
         size = call.more[0] if call.more else options["batch_size"]
-        prompt, cuts = call.tokens.shape[1] - call.columns, self._may_cut(call.tokens.shape[1])
-        if size is None or rows <= size or len(call.more) > 1 or self.args.order_rows == "none" or not cuts.completions:
+        prompt, may_cut = call.tokens.shape[1] - call.columns, self._may_cut(call.tokens.shape[1])
+        if (
+            size is None
+            or rows <= size
+            or len(call.more) > 1
+            or self.args.order_rows == "none"
+            or not may_cut.completions
+        ):
             return call.scores()
         batch = {name: value for name, value in options.items() if name in IMAGES and value is not None}
         batch |= {"prompt_ids": call.tokens[:, :prompt], "prompt_mask": call.attention[:, :prompt]}
@@ -225,7 +235,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
             model, batch[SETS] = model.model, model.sets
         options = {name: value for name, value in options.items() if name not in (*IMAGES, "batch_size")}
         logprob, entropy = [], []
-        parts = by_work(row_lengths(batch), -(-rows // size), prompt, cuts, self.pad_to_multiple_of)
+        parts = divided_by_work(row_lengths(batch), -(-rows // size), prompt, may_cut, self.pad_to_multiple_of)
         for part in parts:
             chunk = cut(take(batch, part.rows), part.prompt_width, part.width)
             images = {name: chunk[name] for name in IMAGES if name in chunk}

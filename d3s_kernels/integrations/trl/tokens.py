@@ -191,9 +191,8 @@ class ChoosesTokens(Scoring):
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
         place = rows.nonzero()[:, 0]
-        prompt, used = call.tokens.shape[1] - call.columns, max(1, int(last_columns(kept).amax()))
-        if self.pad_to_multiple_of is not None:
-            used = min(call.columns, -(-(prompt + used) // self.pad_to_multiple_of) * self.pad_to_multiple_of - prompt)
+        prompt = call.tokens.shape[1] - call.columns
+        used = int(self._columns_for(last_columns(kept), prompt, call.columns))
         needed, sets = kept[place, :used], inputs.get(SETS)
         model = over_sets(call.model, None if sets is None else sets[place, :used])
 
@@ -217,6 +216,15 @@ class ChoosesTokens(Scoring):
 
         return of_all_tokens(logprob, old), of_all_tokens(entropy, inputs["d3s_entropy"]), aux
 
+    def _columns_for(self, last: Tensor, prompt: int, columns: int) -> Tensor:
+        """Returns how many of the ``columns`` of completions are forwarded if each row needs those up to its ``last``.
+        The forward has ``prompt`` more columns.
+        """
+        if not self._may_cut(prompt + columns).completions:
+            return torch.full_like(last[0], columns)
+        used, multiple = last.amax().clamp(min=1), self.pad_to_multiple_of or 1
+        return ((prompt + used + multiple - 1) // multiple * multiple - prompt).clamp(max=columns)
+
     def _log_tokens(
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -231,7 +239,8 @@ class ChoosesTokens(Scoring):
         of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
         weights = {
             "d3s/token_share": number_all, "d3s/entropy_kept": number, "d3s/positive_advantage_share": number,
-            "d3s/entropy_dropped": number_measured - number, "entropy": number_measured, "kl": number_all,
+            "d3s/entropy_dropped": number_measured - number, "d3s/threshold": threshold.isfinite().sum(),
+            "entropy": number_measured, "kl": number_all,
             "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
         }  # fmt: skip

@@ -27,7 +27,7 @@ from .config import D3SConfig
 from .head import OurHead, OverSets, check_head, d3s_head
 from .page import PageOfBatch
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
-from .scoring import OLD, Call, Passes, Scores, UnknownTRL, both_sides
+from .scoring import OLD, Call, Passes, Scores, UnknownTRL
 from .update import DividesRows
 
 
@@ -115,7 +115,6 @@ class D3STrainer(DividesRows):
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         self._last_page, self._kept_in_update = None, 0  # a new run starts new pages and a new update
-        self._waiting, self._micro_batches_done = [], 0
         return super().train(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
@@ -294,7 +293,7 @@ class D3STrainer(DividesRows):
                 batch["advantages"] = anew.view(ranks, -1)[here]
             batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
         if not keeps_all or self.args.refill:
-            cuts = self._may_cut(both_sides(batch)[0].shape[1])
-            batch = trimmed(batch, self.pad_to_multiple_of, cuts)
+            may_cut = self._may_cut(batch["prompt_mask"].shape[1] + batch["completion_mask"].shape[1])
+            batch = trimmed(batch, self.pad_to_multiple_of, may_cut)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         return batch
