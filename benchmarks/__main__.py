@@ -1,6 +1,6 @@
 """Measure everything, print one table, and keep the result.
 
-    python -m benchmarks                 everything: the full sizes, about 24 minutes, files in benchmarks/results/
+    python -m benchmarks                 everything: the full sizes, about 40 minutes, files in benchmarks/results/
     python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
     python -m benchmarks --only topk     some benchmarks (pytest's -k); writes nothing
     python -m benchmarks --device cuda   everything on a GPU, with its own sizes and targets; about three minutes
@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,11 +43,14 @@ from .judging import RULES
 from .sizes import rollouts, sizes_for
 from .targets import (
     AVX2_ENVIRONMENT,
+    NOTHING,
+    RECORDED,
     SMALL_VOCABULARY,
     STEP_MEMORY,
     TARGETS,
     UNSLOTH_ENVIRONMENT,
     above_avx2,
+    in_micro_batches,
     targets_of,
 )
 from .timing import Contenders, Log
@@ -101,6 +105,8 @@ def main() -> int:
     judged += report.memory_line(
         memory.STEP, rollouts(sizes, vocabulary), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
     )
+    size = rollouts(replace(sizes, rollouts=64), sizes.vocabulary)
+    judged += report.memory_line(memory.MICRO_BATCHES, size, peaks[memory.MICRO_BATCHES], short=options.short)
 
     seen = quiet_of(log)
     facts |= {"failed": log.failed, "missing_peers": {name: why for name, why in log.missing.items() if why}}
@@ -255,7 +261,11 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
     CPU, the peaks are measured here, each contender in a process of its own.
     """
     if options.device == "cuda":
-        held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: FULL_UPDATE}
+        held = {
+            memory.FORWARD: "logprob_entropy forward",
+            memory.STEP: FULL_UPDATE,
+            memory.MICRO_BATCHES: in_micro_batches(8, NOTHING, RECORDED, "0.5B"),
+        }
         return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}
     return {what: {} if options.only else memory.measure(what, options.short) for what in memory.CONTESTS}
 

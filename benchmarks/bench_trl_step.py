@@ -3,10 +3,23 @@
 import pytest
 
 from . import inputs, trl_peers
+from .clock import Slow
 from .computed import FEW, MORE, SOURCE, WITH_FEW
 from .harness import Contest
+from .recorded import LIMIT_6092
 from .sizes import Sizes, rollouts
-from .targets import RECORDED, SMALL_MODEL, SMALL_VOCABULARY
+from .targets import (
+    DEEP_MODEL,
+    GRPO,
+    GRPO_CUT,
+    HALF,
+    NOTHING,
+    RECORDED,
+    SMALL_MODEL,
+    SMALL_VOCABULARY,
+    TRL_6092,
+    in_micro_batches,
+)
 from .withdrawn import FULL_COMPLETIONS, UPDATE
 
 LENGTHS = [RECORDED, FULL_COMPLETIONS]
@@ -26,12 +39,30 @@ def size(sizes: Sizes) -> str:
     return rollouts(sizes, SMALL_VOCABULARY if MODEL == SMALL_MODEL else sizes.vocabulary)
 
 
+@pytest.mark.parametrize(("number", "lengths"), [(2, RECORDED), (4, RECORDED), (8, RECORDED), (8, TRL_6092)])
+def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str) -> None:
+    """An update as TRL's users run it. On a CPU, where it is slow, all but ours are timed once for both contests."""
+    from .trl_step import OURS_ALL, OURS_PADDED, OURS_ROLLOUTS, SHAPES, Step, shape_and_sizes
+
+    model, sizes = shape_and_sizes(number, sizes)
+    scale = f", lengths / {LIMIT_6092 // sizes.completion}" if lengths == TRL_6092 else ""
+    theirs, cut, padded = (Slow(Step(name, sizes, model, lengths)) for name in (GRPO, GRPO_CUT, OURS_PADDED))
+    for dropped, name in ((NOTHING, OURS_ALL), (HALF, OURS_ROLLOUTS)):
+        contest(
+            in_micro_batches(number, dropped, lengths, "0.5B" if inputs.contests_of == "cuda" else DEEP_MODEL),
+            rollouts(sizes, SHAPES[model].vocabulary or sizes.vocabulary) + scale,
+            Step(name, sizes, model, lengths),
+            peers={GRPO: theirs},
+            yardsticks={GRPO_CUT: cut, OURS_PADDED: padded},
+        )
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_update(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None:
-    from .trl_step import GRPO, GRPO_OUR_HEAD, OURS, OURS_PASS, OURS_ROLLOUTS, Update
+    from .trl_step import GRPO_OUR_HEAD, OURS, OURS_PASS, OURS_ROLLOUTS, Update
 
     def of(name: str) -> Update:
-        return Update(name, sizes, MODEL, full=lengths == FULL_COMPLETIONS)
+        return Update(name, sizes, MODEL, lengths)
 
     contest(
         f"{UPDATE}, {lengths}, {SHAPE}",
@@ -47,11 +78,11 @@ def test_update(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_whole_model(contest: Contest, sizes: Sizes, size: str, lengths: str) -> None:
     """Times two models with few layers, in turns. From their times, the time of the whole model is computed."""
-    from .trl_step import GRPO, OURS, OURS_ROLLOUTS, Update
+    from .trl_step import OURS, OURS_ROLLOUTS, Update
 
     def of(name: str, layers: int) -> Update:
         model = SMALL_MODEL if MODEL == SMALL_MODEL else f"7B, {layers} layers"
-        return Update(name, sizes, model, full=lengths == FULL_COMPLETIONS)
+        return Update(name, sizes, model, lengths)
 
     contest(
         f"{UPDATE}, {lengths}, {SOURCE}",

@@ -80,6 +80,10 @@ class Slow:
             times.append(perf_counter() - start)
         return min(times)
 
+    @property
+    def did(self) -> str:
+        return getattr(self.work, "did", "")
+
 
 @dataclass(frozen=True)
 class Ready:

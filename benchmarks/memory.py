@@ -1,7 +1,7 @@
 """Measures the peak memory of some work, beyond the memory that was allocated before the work.
 
 Each contender runs in a separate process, because a process's peak can only rise. The contender runs once before the
-measurement, either on a tiny vocabulary or completely. So thread pools and libraries are not counted.
+measurement, on smaller inputs or completely. So thread pools and libraries are not counted.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ import torch
 
 from . import inputs
 from .sizes import FULL, SHORT, Sizes
-from .targets import SMALL_MODEL
+from .targets import GRPO, NOTHING, RECORDED, SMALL_MODEL
 from .timing import Contenders
+from .withdrawn import FULL_COMPLETIONS
 
 Work = Callable[[], Any]
 FORWARD, STEP = "logprob_entropy forward, peak memory beyond the logits", "TRL's update, peak memory beyond its model"
+MICRO_BATCHES = "TRL's update in 8 micro-batches, nothing dropped, peak memory beyond its model"
 
 
 def forward(function: Callable, sizes: Sizes) -> Work:
@@ -54,8 +56,21 @@ def step(name: str) -> Callable[[Sizes], Work]:
     def prepared(sizes: Sizes) -> Work:
         from .trl_step import Update
 
-        work = Update(name, sizes, SMALL_MODEL, full=True)
+        work = Update(name, sizes, SMALL_MODEL, FULL_COMPLETIONS)
         work()
+        return work
+
+    return prepared
+
+
+def micro_batches(name: str) -> Callable[[Sizes], Work]:
+    def prepared(sizes: Sizes) -> Work:
+        from .trl_step import Step, shape_and_sizes
+
+        few, work = (
+            Step(name, scaled, shape, RECORDED) for shape, scaled in (shape_and_sizes(n, sizes) for n in (2, 8))
+        )
+        few()
         return work
 
     return prepared
@@ -63,7 +78,8 @@ def step(name: str) -> Callable[[Sizes], Work]:
 
 CONTESTS: dict[str, dict[str, Callable[[Sizes], Work]]] = {
     FORWARD: {"d3s_kernels": ours, "TRL": trl, "PyTorch": plain},
-    STEP: {"d3s_kernels": step("d3s_kernels"), "GRPOTrainer": step("GRPOTrainer")},
+    STEP: {"d3s_kernels": step("d3s_kernels"), GRPO: step(GRPO)},
+    MICRO_BATCHES: {"d3s_kernels": micro_batches(f"d3s_kernels, {NOTHING}"), GRPO: micro_batches(GRPO)},
 }
 
 

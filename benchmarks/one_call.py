@@ -16,6 +16,7 @@ import d3s_kernels as d3s
 from . import inputs
 from .sizes import Sizes, sizes_for
 from .targets import SMALL_MODEL
+from .withdrawn import FULL_COMPLETIONS
 
 WARM_UP, MANY = 2, 20
 
@@ -106,7 +107,7 @@ def trl_update(sizes: Sizes, name: str = "d3s_kernels") -> Callable[[], Any]:
     """An update with half of the rollouts and a tenth of their tokens; all completions are full."""
     from . import trl_step
 
-    return trl_step.Update(name, sizes, "0.5B" if inputs.device.type == "cuda" else SMALL_MODEL, full=True)
+    return trl_step.Update(name, sizes, "0.5B" if inputs.device.type == "cuda" else SMALL_MODEL, FULL_COMPLETIONS)
 
 
 def grpo_update(sizes: Sizes) -> Callable[[], Any]:

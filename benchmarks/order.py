@@ -27,6 +27,7 @@ THEN: tuple[tuple[str, float], ...] = (
     ("bench_ratios.py::test_forward", 10),
     ("bench_sampling_masks_head.py::test_forward_and_backward", 15),
     ("bench_sampling_masks.py", 15),
+    ("bench_trl_step.py::test_micro_batches", 90),
     ("bench_trl_step.py::test_update", 90),
     ("bench_head.py::test_accumulated_gradients", 15),
     ("bench_head.py::test_every_gradient", 20),

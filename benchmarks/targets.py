@@ -7,10 +7,13 @@ from typing import Any
 
 from .judging import Faster, ShareOf, Target, Under, Within
 
-RECORDED = "recorded lengths"
+RECORDED, TRL_6092 = "recorded lengths", "lengths of trl#6092"
 # Qwen2.5-7B's time is computed (computed.py) from the times of models that have few of its layers, but its whole head.
 LAYERS_OF_7B, COMPUTED_FROM = 28, (2, 6)
 SMALL_MODEL, SMALL_VOCABULARY = "8 layers of 256", 12_288
+DEEP_MODEL = "32 layers of 192"
+GRPO, GRPO_CUT = "GRPOTrainer", "GRPOTrainer, micro-batches cut to their rows"  # the second is what trl#7179 asks for
+NOTHING, HALF = "nothing dropped", "half of the rollouts"
 STEP_MEMORY = 0.4  # a bound on our memory: this share of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
@@ -55,6 +58,24 @@ DIFFERENTIABLE = ("importance_ratio", "entropy", "logprob_entropy")
 def in_triton(contest: str) -> str:
     """The name of this contest for the Triton kernels, which serve GPUs without the CUDA library."""
     return f"{contest}, in Triton"
+
+
+def in_micro_batches(number: int, dropped: str, lengths: str, model: str) -> str:
+    """The name of a contest of an update in micro-batches of 8 rollouts."""
+    return f"TRL's update in {number} micro-batches, {dropped}, {lengths}, {model}"
+
+
+def of_64_rollouts(model: str, nothing: float, half: float) -> tuple[Target, ...]:
+    """The targets of updates in eight micro-batches."""
+    drop_nothing, drop_half = (in_micro_batches(8, dropped, RECORDED, model) for dropped in (NOTHING, HALF))
+    other_lengths = in_micro_batches(8, NOTHING, TRL_6092, model)
+    return (
+        Within(drop_nothing, GRPO, nothing),
+        Within(drop_nothing, GRPO_CUT),
+        Within(drop_half, GRPO, half),
+        Within(other_lengths, GRPO, 0.5),
+        Within(other_lengths, GRPO_CUT),
+    )
 
 
 MASKED = "with a sampling mask"
@@ -113,6 +134,7 @@ CPU: tuple[Target, ...] = (
     *(Within(f"overhead of {call}", "x.sum()", 7 if call in DIFFERENTIABLE else 4) for call in CALLS),
     Faster(f"linear_logprob_entropy forward, wide, bf16{BESIDE_UNSLOTH}", (UNSLOTH,)),
     Faster(f"{HEAD_STEP}, wide, bf16{BESIDE_UNSLOTH}", (UNSLOTH,)),
+    *of_64_rollouts(DEEP_MODEL, 0.4, 0.2),
 )
 
 # The targets for any NVIDIA GPU: shares of what the same GPU reaches in the same run, and times of launches, which
@@ -168,6 +190,7 @@ CUDA: tuple[Target, ...] = (
     Within(in_triton("select_tokens_from_logits"), "logprob_entropy"),
     Within(in_triton("topk_mask of a batch, 10%"), CUDA_LIBRARY, 2),
     Within(in_triton("max_variance_select, groups"), CUDA_LIBRARY, 2),
+    *of_64_rollouts("0.5B", 0.5, 0.25),
 )
 
 # The H100 and the H200 differ in their memory. The times below hardly depend on the memory, so these bounds apply to

@@ -1,16 +1,19 @@
 """An update of TRL's trainer on a generation batch, from the advantages to the gradients, without the optimiser step.
 
-`GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens. Model, batch and
-everything else are the same. The model has random weights, which no update changes, so all trainers share it. Lengths,
-rewards and entropies were recorded from a real model (recorded.py): the id of a token determines its recorded entropy.
-The trainers use the recorded entropies instead of the model's entropies, but still compute the model's entropies.
+`GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens, or on all tokens
+of half or of all rollouts. Model, batch and everything else are the same. The model has random weights, which no update
+changes, so all trainers share it. Lengths, rewards and entropies were recorded from a real model (recorded.py): the id
+of a token determines its recorded entropy. The trainers use the recorded entropies instead of the model's entropies,
+but still compute the model's entropies.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,16 +28,30 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
+from d3s_kernels.integrations.trl.columns import MayCut, trimmed
 from d3s_kernels.integrations.trl.head import d3s_head
 
 from . import inputs
-from .recorded import answers, entropy_of, tokens_of
-from .sizes import Sizes
-from .targets import COMPUTED_FROM, SMALL_MODEL, SMALL_VOCABULARY
+from .recorded import answers, entropy_of, lengths_of_6092, recorded, tokens_of
+from .sizes import FULL, Sizes
+from .targets import (
+    COMPUTED_FROM,
+    DEEP_MODEL,
+    GRPO,
+    GRPO_CUT,
+    NOTHING,
+    RECORDED,
+    SMALL_MODEL,
+    SMALL_VOCABULARY,
+    TRL_6092,
+)
+from .withdrawn import FULL_COMPLETIONS
 
-GRPO, GRPO_OUR_HEAD = "GRPOTrainer", "GRPOTrainer with our LM head"  # the second shows the head's effect alone
+GRPO_OUR_HEAD = "GRPOTrainer with our LM head"  # shows the head's effect alone
 OURS, OURS_PASS = "d3s_kernels", "d3s_kernels, entropy from a pass before"
 OURS_ROLLOUTS = "d3s_kernels, all tokens of half of the rollouts"  # shows the effect of rollouts alone
+OURS_ALL = f"{OURS}, {NOTHING}"
+OURS_PADDED = f"{OURS_ALL}, TRL's rows and columns"  # shows the effect of our LM head alone
 GROUP = 8  # rollouts of a prompt, as they were recorded
 PAD, EOS = 0, 1
 
@@ -65,10 +82,13 @@ class Shape(NamedTuple):
         )
 
 
-# Qwen2.5's shapes, and a small shape. Of all weights in matrix products, the LM head has 28 % in 0.5B, and 29 % in the
-# small model.
+# Qwen2.5's shapes, a small shape, and a deep one with Qwen2.5's vocabulary. Of all weights in matrix products, the LM
+# head has 28 % in 0.5B, and 29 % in the small model. In GRPOTrainer's update of the deep model on a CPU, the body makes
+# 52 % of the operations: it computes its products once forward and twice backward; TRL's head computes its product four
+# times, and on a CPU for all columns.
 SHAPES = {
     SMALL_MODEL: Shape(8, 256, 1_024, 4, 2, True, SMALL_VOCABULARY),
+    DEEP_MODEL: Shape(32, 192, 2_048, 3, 1, True),
     "0.5B": Shape(24, 896, 4_864, 14, 2, True),
     **{f"7B, {few} layers": Shape(few, 3_584, 18_944, 28, 4, False) for few in COMPUTED_FROM},
 }
@@ -76,6 +96,8 @@ SHAPES = {
 
 class Watched(GRPOTrainer):
     """TRL's trainer with the recorded entropies in place of the model's. It records the size of each forward."""
+
+    generated: dict[str, Tensor]  # what the trainer gets instead of generating
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -91,6 +113,16 @@ class Watched(GRPOTrainer):
             entropy = entropy_of(input_ids[:, -logits_to_keep:]).where(entropy != 0, 0)
         return logprob, entropy, aux
 
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
+        return dict(self.generated)
+
+
+class Cut(Watched):
+    """TRL's trainer, but each micro-batch is cut to its own longest prompt and completion."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        return trimmed(super()._prepare_inputs(generation_batch), None, MayCut(prompts=True, completions=True))
+
 
 class WatchedD3S(D3STrainer, Watched):
     """Our trainer. It chooses tokens by the recorded entropies."""
@@ -99,9 +131,9 @@ class WatchedD3S(D3STrainer, Watched):
 class Update:
     """An update. A call returns the loss; it also computes the gradients, and drops them."""
 
-    def __init__(self, name: str, sizes: Sizes, shape: str, *, full: bool = False) -> None:
+    def __init__(self, name: str, sizes: Sizes, shape: str, lengths: str = RECORDED) -> None:
         self.name, self.trainer = name, trainer_of(name, sizes, shape)
-        self.batch = generation_batch(sizes, shape, full=full)
+        self.batch = generation_batch(sizes, shape, lengths)
 
     def kept(self) -> dict[str, Any]:
         """The generation batch with the rollouts that are trained on."""
@@ -142,6 +174,49 @@ class Update:
         return "; ".join([*self.forwarded, *kept])
 
 
+class Step:
+    """An update as TRL's users run it: TRL's loop calls `training_step` for each micro-batch of 8 rollouts. A call
+    returns the loss; it also computes the gradients, and drops them. Only the generation is left out.
+    """
+
+    def __init__(self, name: str, sizes: Sizes, shape: str, lengths: str) -> None:
+        self.trainer = trainer_of(name, sizes, shape, rows=GROUP)
+        self.trainer.generated = generation_batch(sizes, shape, lengths)
+
+    def __call__(self) -> float:
+        trainer, number = self.trainer, self.trainer.current_gradient_accumulation_steps
+        trainer.forwards.clear()
+        trainer._metrics["train"].clear()
+        trainer._step = 0
+        if isinstance(trainer, D3STrainer):
+            trainer._begin_step()  # even if the last call was interrupted
+        torch.manual_seed(0)  # so TRL shuffles the rollouts alike for all contenders
+        losses = []
+        for done in range(1, number + 1):
+            trainer.accelerator.gradient_state._set_sync_gradients(done == number)
+            losses.append(trainer.training_step(trainer.model, [], None))
+        trainer.model.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum().item()
+
+    @property
+    def did(self) -> str:
+        """What the latest call forwarded, and what it kept. Less, or nothing, if time was up during that call."""
+        if not self.trainer.forwards:
+            return ""
+        rows, columns, tokens = zip(*self.trainer.forwards, strict=True)
+        padding = 1 - int(sum(tokens)) / sum(map(operator.mul, rows, columns))
+        each = f"{span(rows)} rows x {span(columns)} columns"
+        found = f"{len(rows)} micro-batches of {each}, {padding:.0%} padding"
+        kept = self.trainer._metrics["train"].get("d3s/tokens_kept")
+        all_tokens = int(self.trainer.generated["num_items_in_batch"])
+        return f"{found}; {int(sum(kept)):,} of {all_tokens:,} tokens kept" if kept else found
+
+
+def span(numbers: tuple[int, ...]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 class KnownUpdate(Update):
     """The update alone. Its tokens are chosen beforehand, which is not timed. With `cut`, the forward computes only
     what these tokens need; otherwise, it computes all tokens.
@@ -176,6 +251,18 @@ class EntropyPass(Update):
         return "; ".join(self.forwarded)
 
 
+def shape_and_sizes(number: int, sizes: Sizes) -> tuple[str, Sizes]:
+    """The shape and the sizes of an update in this number of micro-batches. On a CPU, answers have their recorded
+    lengths.
+    """
+    sizes = replace(sizes, rollouts=number * GROUP)
+    if inputs.device.type == "cuda":
+        return "0.5B", sizes
+    if sizes.completion < FULL.completion:
+        return SMALL_MODEL, sizes
+    return DEEP_MODEL, replace(sizes, completion=recorded()["limit"])
+
+
 @lru_cache(maxsize=2)
 def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
     """The model, created on its device and in its precision: drawing its weights on a CPU would take a minute."""
@@ -189,12 +276,14 @@ def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
         torch.set_default_dtype(before)
 
 
-def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> Watched:
+def trainer_of(name: str, sizes: Sizes, shape: str, rows: int | None = None, **changed: Any) -> Watched:
+    """A trainer whose micro-batches have this number of rows; None: all rollouts."""
     on_gpu = inputs.device.type == "cuda"
     model = model_of(sizes.vocabulary, shape)
     common: dict[str, Any] = {
         "output_dir": f"{tempfile.gettempdir()}/d3s-trl",
-        "per_device_train_batch_size": sizes.rollouts,
+        "per_device_train_batch_size": rows or sizes.rollouts,
+        "gradient_accumulation_steps": sizes.rollouts // (rows or sizes.rollouts),
         "num_generations": GROUP,
         "max_completion_length": sizes.completion,
         "max_steps": 1,
@@ -203,8 +292,11 @@ def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> Watched:
         "bf16": False,
         "gradient_checkpointing": on_gpu,
     }
-    if name in (GRPO, GRPO_OUR_HEAD):
-        kind, arguments = Watched, GRPOConfig(**common)
+    if name in (GRPO, GRPO_OUR_HEAD, GRPO_CUT):
+        kind, arguments = Cut if name == GRPO_CUT else Watched, GRPOConfig(**common)
+    elif name in (OURS_ALL, OURS_PADDED):
+        order = "none" if name == OURS_PADDED else "auto"
+        kind, arguments = WatchedD3S, D3SConfig(keep_all=True, order_rows=order, **common)
     else:
         tokens = 1.0 if name == OURS_ROLLOUTS else 0.1
         ours = {"token_ratio_start": tokens, "token_ratio_end": tokens, "rollouts_start": 0.5, "rollouts_end": 0.5}
@@ -223,21 +315,25 @@ def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> Watched:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     trainer.model.train()
     trainer.state.max_steps = 1
-    trainer.current_gradient_accumulation_steps = 1
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     return trainer
 
 
-def generation_batch(sizes: Sizes, shape: str, *, full: bool = False) -> dict[str, Tensor]:
+def generation_batch(sizes: Sizes, shape: str, lengths: str = RECORDED) -> dict[str, Tensor]:
     """A batch as TRL's generation makes it: prompts of up to 16 tokens, and recorded answers, padded to the longest."""
     random = torch.Generator().manual_seed(1)
     rows, vocabulary = sizes.rollouts, SHAPES[shape].vocabulary or sizes.vocabulary
-    drawn = answers(rows, sizes.completion, full=full)
-    lengths = torch.randint(8, 17, (rows, 1), generator=random)
-    columns = int(drawn.mask.sum(1).amax())
+    prompts, given = torch.randint(8, 17, (rows,), generator=random), None
+    if lengths == FULL_COMPLETIONS:
+        given = torch.full((rows,), sizes.completion)
+    elif lengths == TRL_6092:
+        prompts, given = lengths_of_6092(rows, sizes.completion, random)
+    drawn = answers(rows, sizes.completion, given)
+    columns, widest = int(drawn.mask.sum(1).amax()), int(prompts.amax())
     mask = drawn.mask[:, :columns]
     batch = {
-        "prompt_ids": torch.randint(2, vocabulary, (rows, 16), generator=random),
-        "prompt_mask": (torch.arange(16) >= 16 - lengths).long(),
+        "prompt_ids": torch.randint(2, vocabulary, (rows, widest), generator=random),
+        "prompt_mask": (torch.arange(widest) >= widest - prompts.unsqueeze(1)).long(),
         "completion_ids": tokens_of(drawn.levels[:, :columns], vocabulary, random).where(mask, PAD),
         "completion_mask": mask.long(),
         "advantages": drawn.advantages,

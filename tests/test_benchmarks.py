@@ -603,7 +603,7 @@ def test_answers_are_recorded_ones_in_the_sizes_of_a_contest() -> None:
     assert 1 <= int((lengths == limit).sum()) < 32  # some answers reach the limit
     found = real.answers(64, 8 * limit)
     assert torch.equal(found.mask.sum(1), 8 * lengths)
-    assert bool(real.answers(16, 50, full=True).mask.all())
+    assert real.answers(16, 50, torch.arange(16) + 1).mask.sum(1).tolist() == list(range(1, 17))
     generator = torch.Generator().manual_seed(0)
     tokens = real.tokens_of(found.levels, 12_288, generator)
     assert int(tokens.max()) < 12_288
@@ -611,6 +611,41 @@ def test_answers_are_recorded_ones_in_the_sizes_of_a_contest() -> None:
     assert found.advantages.view(8, 8).sum(1).abs().max() < 1e-5
     with pytest.raises(ValueError, match="rows: got 12; takes a multiple of 8, at most 64"):
         real.answers(12, limit)
+
+
+def test_lengths_of_trls_benchmark_have_its_mean_and_its_spike() -> None:
+    prompts, lengths = real.lengths_of_6092(64, 4_096, torch.Generator().manual_seed(0))
+    assert 1_500 < (prompts + lengths).double().mean() < 1_700  # 1,597 there
+    assert 6 <= int((lengths == 4_096).sum()) <= 8
+    assert bool((prompts.view(8, 8) == prompts[::8, None]).all())
+    shorter = torch.cat(real.lengths_of_6092(64, 64, torch.Generator().manual_seed(0)))
+    assert (int(shorter.min()), int(shorter.max())) == (1, 64)
+
+
+def test_an_update_in_micro_batches_has_the_gradient_of_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = pytest.importorskip("benchmarks.trl_step", exc_type=ImportError)
+    monkeypatch.setitem(step.SHAPES, step.SMALL_MODEL, step.Shape(1, 16, 32, 2, 1, True, 1_000))
+    monkeypatch.setattr(step, "model_of", step.model_of.__wrapped__)  # not kept for later
+    model, sizes = step.shape_and_sizes(4, sizes_for("cpu", short=True))
+    gradients, losses, did = dict[str, torch.Tensor](), dict[str, float](), dict[str, str]()
+    for name in (step.GRPO, step.GRPO_CUT, step.OURS_ALL, step.OURS_ROLLOUTS):
+        made = step.Step(name, sizes, model, step.RECORDED)
+        with monkeypatch.context() as patched:
+            patched.setattr(made.trainer.model, "zero_grad", lambda **_: None)
+            losses[name] = made()
+        gradients[name] = made.trainer.model.get_input_embeddings().weight.grad.clone()
+        made.trainer.model.zero_grad()
+        made.trainer.training_step(made.trainer.model, [], None)  # as if a call was interrupted
+        made.trainer.model.zero_grad()
+        assert made() == losses[name]
+        assert made.trainer.model.get_input_embeddings().weight.grad is None
+        did[name] = made.did
+    for name in (step.GRPO_CUT, step.OURS_ALL):
+        torch.testing.assert_close(gradients[name], gradients[step.GRPO], rtol=1e-4, atol=1e-7)
+    assert did[step.GRPO] == "4 micro-batches of 8 rows x 32 columns, 46% padding"
+    assert did[step.GRPO_CUT].startswith("4 micro-batches of 8 rows x 24 to 32 columns")
+    assert did[step.OURS_ALL].endswith("; 157 of 157 tokens kept")
+    assert did[step.OURS_ROLLOUTS].endswith("; 82 of 157 tokens kept")
 
 
 def test_a_whole_model_is_computed_from_its_first_layers() -> None:
