@@ -25,7 +25,7 @@ class MicroBatch(NamedTuple):
     width: int
     """The number of columns: the largest of these rows' lengths, rounded up."""
     prompt_width: int
-    """The same for the lengths of prompts; 0 if there are none."""
+    """The number of columns for prompts, likewise; 0 without lengths of prompts."""
 
     @property
     def positions(self) -> int:
@@ -42,16 +42,16 @@ def micro_batches(
     multiple_of: int = 1,
     process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> list[MicroBatch]:
-    """Divides rows into micro-batches, so that the largest one has as few positions as possible.
+    """Divides rows into micro-batches of equal work, so that little of what is computed is padding.
 
-    A forward of n rows computes ``n * width`` positions, where the width is the length of the longest row. The rest of
-    the other rows is padding. So rows are ordered by length and divided into consecutive parts, from the longest to the
-    shortest. A bound on a part's positions needs the fewest parts if each part takes rows as long as the bound allows.
-    The result has the smallest bound that ``number`` parts can meet; it is found by bisection. Parts of long rows have
-    few rows, and parts of short rows have many. A mean over the rows of a micro-batch therefore has to be weighted by
-    the number of its rows.
+    A forward of n rows computes ``n * width`` positions, where the width is the length of the longest row. So rows are
+    ordered by length, and divided into consecutive parts, such that the largest part has as few positions as possible.
+    To find them, a bound on the positions of a part is bisected: each part takes as many rows as the bound allows, and
+    the result has the smallest bound for which ``number`` parts are enough.
 
-    The positions are compared, not the time: attention grows with the square of a row's length.
+    Parts of long rows have few rows, and parts of short rows have many. So if your loss is a mean over the rows of a
+    micro-batch, weight it by the number of its rows. Positions are counted, not time: attention grows with the square
+    of a row's length.
 
     Args:
         lengths: integers ``[rows]``, of at least 0: the number of columns that each row needs. If prompts are padded

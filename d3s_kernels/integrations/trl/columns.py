@@ -104,7 +104,6 @@ def cut(batch: Batch, prompt: int, completion: int) -> Batch:
     """Returns the batch with the last ``prompt`` columns of prompts, and the first ``completion`` columns of
     completions. At least one column of prompts stays, to predict the first token. At least two columns of completions
     stay, because TRL's metrics would read a single column as one value per sequence.
-
     """
     all_prompt, all_completion = batch["prompt_mask"].shape[1], batch["completion_mask"].shape[1]
     prompt, completion = min(max(prompt, 1), all_prompt), min(max(completion, 2), all_completion)
