@@ -162,7 +162,8 @@ def test_the_tolerance_is_what_it_says() -> None:
 
 def test_the_page_has_the_same_table() -> None:
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert dict(re.findall(r"^\| `(d3s/\w+)` \| (.+) \|$", page, re.MULTILINE)) == NAMES | PADDING_NAMES | SAMPLING_NAMES
+    tables = dict(re.findall(r"^\| `(d3s/\w+)` \| (.+) \|$", page, re.MULTILINE))
+    assert tables == NAMES | PADDING_NAMES | SAMPLING_NAMES
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0], names)
     assert names["metrics"].keys() == NAMES.keys()
