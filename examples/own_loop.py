@@ -2,10 +2,8 @@
 
     python examples/own_loop.py
 
-`update` below has every part: advantages, the choice of rollouts, micro-batches of equal work, the LM head without
-logits, the trusted tokens, the choice of tokens, the loss. The policy is a small transformer that learns to continue
-counting from the last digit of its prompt. Its rollouts come from an engine, a copy that gets new weights every few
-steps.
+`update` below has every part. The policy is a small transformer that learns to continue counting from the last digit of
+its prompt. Its rollouts come from an engine, a copy that gets new weights every few steps.
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ from torch import Tensor, nn
 
 import d3s_kernels as d3s
 
-DIGITS, LENGTH, LIMIT = 10, 4, 8  # a prompt has LENGTH digits, a completion has 1 to LIMIT
-PROMPTS, GROUP = 16, 16  # prompts of a step, and rollouts of each prompt
-PARTS = 4  # micro-batches of a step
-WIDTH = 64
-NEW_WEIGHTS = 5  # every so many steps
+DIGITS, LENGTH, LIMIT = 10, 4, 6  # a prompt has LENGTH digits, a completion has 1 to LIMIT
+PROMPTS, GROUP, PARTS = 16, 16, 3  # prompts of a step, rollouts of each prompt, and micro-batches of the step
+WIDTH, NEW_WEIGHTS = 64, 5  # the engine gets new weights every so many steps
 
 
 class Policy(nn.Module):
@@ -34,20 +30,17 @@ class Policy(nn.Module):
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, DIGITS, bias=False)
 
-    def get_output_embeddings(self) -> nn.Linear:
-        """The head, under the name that transformers' models use."""
+    def get_output_embeddings(self) -> nn.Linear:  # as transformers' models have it
         return self.head
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the next token."""
+    def forward(self, tokens: Tensor) -> Tensor:  # the logits of the next token
         logits: Tensor = self.head(self.hidden(tokens))
         return logits
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The hidden states [rows, tokens, width] that the head takes."""
-        length = tokens.shape[1]
-        causal = nn.Transformer.generate_square_subsequent_mask(length)
-        states: Tensor = self.body(self.tokens(tokens) + self.places[:length], mask=causal, is_causal=True)
+        causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        states: Tensor = self.body(self.tokens(tokens) + self.places[: len(causal)], mask=causal, is_causal=True)
         return states
 
 
@@ -66,9 +59,7 @@ def generate(engine: Policy, prompts: Tensor) -> tuple[Tensor, Tensor]:
 def update(
     policy: Policy, engine: Policy, optimizer: torch.optim.Optimizer, selection: d3s.Selection, progress: float
 ) -> tuple[Tensor, Tensor]:
-    """Makes one step of GRPO with D3S at this share of the training; returns the mean reward and the share of tokens
-    that are trusted.
-    """
+    """Makes one step of GRPO with D3S; returns the mean reward and the share of tokens that are trusted."""
     prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
     tokens, sampling_logprob = generate(engine, prompts)
     lengths = (LIMIT * torch.rand(len(tokens)) ** 2).int() + 1  # most completions are short
@@ -85,12 +76,10 @@ def update(
     # 2. Micro-batches of equal work: rows of similar lengths together, each as wide as its longest row.
     parts = d3s.micro_batches(lengths, PARTS)
 
-    # 3. Log-probability and entropy of the sampled tokens, straight from the hidden states. The parameters of the head
-    #    (here only a weight) are read from the policy, and the head is compared with the policy's logits once.
+    # 3. Log-probability and entropy of the sampled tokens, straight from the hidden states and the policy's head.
     def scores(part: d3s.MicroBatch, mask: Tensor) -> tuple[Tensor, Tensor]:
-        columns = tokens[part.rows, : LENGTH + part.width]
+        columns, mask = tokens[part.rows, : LENGTH + part.width], mask[part.rows, : part.width]
         hidden = policy.hidden(columns[:, :-1])[:, LENGTH - 1 :]
-        mask = mask[part.rows, : part.width]
         return d3s.linear_logprob_entropy(hidden, labels=columns[:, LENGTH:], mask=mask, **d3s.lm_head(policy))
 
     old_logprob, entropy = torch.zeros_like(sampling_logprob), torch.zeros_like(sampling_logprob)
@@ -98,13 +87,12 @@ def update(
         for part in parts:
             old_logprob[part.rows, : part.width], entropy[part.rows, : part.width] = scores(part, mask)
 
-    # 4. The tokens that have nearly the probability they were sampled with, and of these the tokens with the largest
-    #    |advantage| * entropy of the batch. Only they have a gradient, so the head computes only their rows.
+    # 4. Of the tokens that have nearly the probability they were sampled with, those of largest |advantage| * entropy.
     trusted = selection.trusted(old_logprob, sampling_logprob, weights, mask=mask)
     chosen = selection.tokens(entropy, weights, progress, mask=trusted)
 
-    # 5. GRPO's loss. The policy is that of the first pass, so nothing is clipped. Each micro-batch adds its share to
-    #    the gradient: all have the same denominator, the number of kept tokens of the batch.
+    # 5. GRPO's loss; all micro-batches have the same denominator. The head computes only the chosen tokens. The policy
+    #    is that of the first pass, so nothing is clipped.
     optimizer.zero_grad()
     for part in parts:
         logprob, _ = scores(part, chosen.mask)
@@ -125,10 +113,8 @@ def main() -> None:
     engine = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     # Few rollouts and tokens at first, more later: the budget of a step follows from the progress of training, 0 to 1.
-    selection = d3s.Selection(
-        rollouts_start=4, rollouts_end=12, token_ratio_start=0.2, token_ratio_end=0.5, off_policy_rule="token_mask",
-        off_policy_low=0.8, off_policy_high=1.25,
-    )  # fmt: skip
+    trust = {"off_policy_rule": "token_mask", "off_policy_low": 0.8, "off_policy_high": 1.25}
+    selection = d3s.Selection(rollouts_start=4, rollouts_end=12, token_ratio_start=0.2, token_ratio_end=0.5, **trust)
     print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'trusted':>8} {'tokens':>7}")
     for step in range(steps):
         progress = step / max(1, steps - 1)

@@ -622,6 +622,7 @@ def test_lengths_of_trls_benchmark_have_its_mean_and_its_spike() -> None:
     assert (int(shorter.min()), int(shorter.max())) == (1, 64)
 
 
+@pytest.mark.slow("that the contest compares updates with the same gradient")
 def test_an_update_in_micro_batches_has_the_gradient_of_trls(monkeypatch: pytest.MonkeyPatch) -> None:
     step = pytest.importorskip("benchmarks.trl_step", exc_type=ImportError)
     monkeypatch.setitem(step.SHAPES, step.SMALL_MODEL, step.Shape(1, 16, 32, 2, 1, True, 1_000))

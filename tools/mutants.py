@@ -665,8 +665,8 @@ MUTANTS = (
     Mutant(
         "trl: prompts are cut where positions are learnt",
         "d3s_kernels/integrations/trl/columns.py",
-        "MayCut(prompts=bool(rotary) and",
-        "MayCut(prompts=True and",
+        "MayCut(prompts=config.model_type in RELATIVE,",
+        "MayCut(prompts=True,",
         "tests/trainers/test_trl_micro_batches.py",
     ),
     Mutant(

@@ -162,9 +162,8 @@ ORDERED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 QUICK = {
-    "grpo", "luspo", "dapo, sequences", "cispo, two passes over a generation", "updates that end within a generation",
-    "a reference, dapo, two passes", "truncated completions masked", "tools", "positions that are learnt",
-    "embeddings that depend on the number of columns",
+    "dapo, sequences", "luspo, two passes over a generation", "updates that end within a generation", "tools",
+    "positions that are learnt", "embeddings that depend on the number of columns",
 }  # fmt: skip
 CASES = [name if name in QUICK else slow(name, shows="that this leaves the gradient as it is") for name in ORDERED]
 
@@ -237,8 +236,10 @@ def test_none_is_trls_micro_batches() -> None:
 HALF = {"keep_all": False, "rollouts": 4.0, "loss_type": "grpo"}
 
 
-@pytest.mark.parametrize("multiple", [None, 8])
-@pytest.mark.parametrize("tokens", [1.0, 0.1])
+@pytest.mark.parametrize(
+    ("tokens", "multiple"),
+    [(0.1, None), (1.0, 8), slow(1.0, None, shows="all tokens"), slow(0.1, 8, shows="few tokens")],
+)
 def test_known_tokens_and_chosen_rollouts_keep_their_gradient(tokens: float, multiple: int | None) -> None:
     """Rows are then ordered by the columns that the kept tokens need."""
     options = HALF | {"tokens": tokens, "entropy_from": "rollout", "pad_to_multiple_of": multiple}
@@ -262,19 +263,19 @@ def test_rows_stay_where_tokens_are_chosen_in_each_micro_batch() -> None:
     assert positions(ordered) < positions(cut) < positions(before)
 
 
-def test_what_is_logged_does_not_depend_on_the_order(saved: str) -> None:
+@pytest.mark.parametrize("level", ["sequence", slow("token", shows="means over tokens with a ratio of each token")])
+def test_what_is_logged_does_not_depend_on_the_order(level: str, saved: str) -> None:
     """A mean over tokens is weighted by the tokens of each micro-batch, one over rows by its rows."""
     options = HALF | {"entropy_from": "rollout", "tokens": 0.3, "beta": 0.1, "epsilon": 0.01, "num_iterations": 2}
-    options |= {"max_steps": 2, "model": saved}
-    for more in ({}, {"importance_sampling_level": "sequence", "token_scope": "sequence"}):
-        plain, ordered = (trained(D3STrainer, options | more | {"order_rows": order})[0] for order in ("none", "work"))
-        for theirs, ours in zip(plain.state.log_history[:2], ordered.state.log_history[:2], strict=True):
-            names = [name for name in theirs if "time" not in name and not name.endswith(("low_min", "high_max"))]
-            names = [name for name in names if not name.startswith(("d3s/padding", "d3s/largest"))]
-            assert {"kl", "entropy", "d3s/entropy_kept", "d3s/token_share", "clip_ratio/region_mean"} < {*names}
-            for name in names:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
-        assert ours["clip_ratio/region_mean"] > 0
+    options |= {"max_steps": 2, "model": saved, LEVEL: level, "token_scope": level.replace("token", "batch")}
+    plain, ordered = (trained(D3STrainer, options | {"order_rows": order})[0] for order in ("none", "work"))
+    for theirs, ours in zip(plain.state.log_history[:2], ordered.state.log_history[:2], strict=True):
+        names = [name for name in theirs if "time" not in name and not name.endswith(("low_min", "high_max"))]
+        names = [name for name in names if not name.startswith(("d3s/padding", "d3s/largest"))]
+        assert {"kl", "entropy", "d3s/entropy_kept", "d3s/token_share", "clip_ratio/region_mean"} < {*names}
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    assert ours["clip_ratio/region_mean"] > 0
 
 
 def test_trls_metrics_are_logged_where_no_token_counts() -> None:
@@ -300,7 +301,7 @@ def test_an_epoch_that_ends_within_a_step_leaves_nothing_behind() -> None:
             self.seen = getattr(self, "seen", 0) + 1
             control.should_epoch_stop = self.seen == 2
 
-    options = {"steps_per_generation": 8, "num_train_epochs": 2, "max_steps": -1}
+    options = {"steps_per_generation": 8, "max_steps": 3}
     (_, _, before), (_, _, after) = (
         trained(kind, options, callback=EndsEpoch()) for kind in (PlainTrainer, D3STrainer)
     )
@@ -351,6 +352,7 @@ def test_images_go_with_their_rows() -> None:
             assert mask.sum() == batch["completion_mask"][number].sum()
 
 
+@pytest.mark.slow("that nothing of an interrupted run is left")
 def test_a_run_that_resumes_within_a_generation_goes_on(saved: str, tmp_path: Path) -> None:
     """TRL then generates anew. Nothing of the interrupted run's micro-batches is left."""
     options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "loss_type": "grpo", "model": saved}
