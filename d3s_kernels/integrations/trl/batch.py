@@ -43,11 +43,15 @@ def loss_mask(batch: Batch) -> Tensor:
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
+def _has_rows(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Tensor) and value.dim() == 0)
+
+
 def take(batch: Batch, rows: Tensor) -> Batch:
     """Returns the given rows of a batch, with the images of these rows."""
 
     def taken(value: Any) -> Any:
-        if value is None or (isinstance(value, Tensor) and value.dim() == 0):
+        if not _has_rows(value):
             return value
         return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
 
@@ -119,10 +123,9 @@ def concatenated(parts: list[Batch]) -> Batch:
     by_rollout = [split_pixel_values_by_grid(part) for part in parts]
 
     def together(values: list[Any]) -> Any:
-        first = values[0]
-        if first is None or (isinstance(first, Tensor) and first.dim() == 0):
-            return first
-        return torch.cat(values) if isinstance(first, Tensor) else [row for value in values for row in value]
+        if not _has_rows(values[0]):
+            return values[0]
+        return torch.cat(values) if isinstance(values[0], Tensor) else [row for value in values for row in value]
 
     merged: Batch = unsplit_pixel_values_by_grid(
         {name: together([part[name] for part in by_rollout]) for name in by_rollout[0]}

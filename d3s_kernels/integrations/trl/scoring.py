@@ -113,6 +113,13 @@ def both_sides(batch: Batch) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def _on_host(lists: list[list[Any]]) -> list[list[float]]:
+    """Returns the lists with a number in place of each 0-d tensor. There is one host sync for all of them."""
+    waiting = [value.double() for values in lists for value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(waiting).tolist())
+    return [[next(numbers) if isinstance(value, Tensor) else value for value in values] for values in lists]
+
+
 class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """TRL's trainer with two changes. It collects our metrics without a host sync. It also postpones the passes that
     only the update needs, until the rollouts are chosen.
@@ -150,15 +157,9 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         # During an evaluation, the training metrics are not touched: they wait for the next log of the training.
         if self.model.training and any(name.startswith("d3s/") for name in metrics):
             weights, self._weights = self._weights, defaultdict(list)
-            ours = [name for name in metrics if name.startswith("d3s/") or name in weights]
-            both = [*(metrics[name] for name in ours), *weights.values()]
-            waiting = [value.double() for values in both for value in values if isinstance(value, Tensor)]
-            numbers = iter(torch.stack(waiting).tolist())
-            read = [[next(numbers) if isinstance(value, Tensor) else value for value in values] for values in both]
-            weights_read = dict(zip(weights, read[len(ours) :], strict=True))
-            for name, values in zip(ours, read[: len(ours)], strict=True):
-                del metrics[name]
-                own = weights_read.get(name, [])
+            names = [name for name in metrics if name.startswith("d3s/") or name in weights]
+            lists = _on_host([metrics.pop(name) for name in names] + [weights[name] for name in names])
+            for name, values, own in zip(names, lists, lists[len(names) :], strict=False):
                 # Other code may have changed the list, which is TRL's. Then the weights belong to other values. If all
                 # weights are 0, TRL's own metrics are 0.
                 pairs = zip(values, own if len(own) == len(values) and any(own) else [1] * len(values), strict=True)
