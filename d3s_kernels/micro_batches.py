@@ -105,10 +105,9 @@ def micro_batches(
         raise ValueError(f"number: got {number} for {len(lengths)} rows; takes at most one micro-batch for each row")
     if len(lengths) == 0:
         return []
+    keys = [everyones[:, 0]] if prompt_lengths is None else [everyones[:, 0], everyones.sum(dim=1)]
     everyones = (everyones + multiple_of - 1) // multiple_of * multiple_of
-    orders = [_Order(everyones, everyones[:, 0])]
-    if prompt_lengths is not None:
-        orders.append(_Order(everyones, everyones.sum(dim=1)))
+    orders = [_Order(everyones, key) for key in keys]
     if max_positions is not None:
         if (most := int(everyones.sum(dim=1).amax())) > max_positions:
             raise ValueError(f"max_positions: got {max_positions}; takes at least {most}, which one row needs")

@@ -37,7 +37,7 @@ def smallest_largest(rows: list[tuple[int, ...]], number: int, multiple: int) ->
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_the_largest_is_as_small_as_can_be(with_prompts: bool, multiple: int) -> None:
     generator = torch.default_generator
-    for _ in range(30):
+    for _ in range(60):
         rows = int(torch.randint(1, 10, (), generator=generator))
         number = int(torch.randint(1, rows + 1, (), generator=generator))
         completions, prompts = drawn(rows, generator)
