@@ -9,6 +9,7 @@ from .heads import lm_head
 from .micro_batches import MicroBatch, micro_batches
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
+from .prefixes import Prefixes, random_prefixes
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts
 from .sampling import SamplingMask
@@ -31,6 +32,7 @@ __all__ = [
     "DownSamplingSchedule",
     "MicroBatch",
     "PlanSampler",
+    "Prefixes",
     "RolloutPlan",
     "SamplingMask",
     "Selection",
@@ -55,6 +57,7 @@ __all__ = [
     "max_variance_select",
     "micro_batches",
     "plan_rollouts",
+    "random_prefixes",
     "sampling_mask_from_logits",
     "select_rollouts",
     "select_tokens",

@@ -18,14 +18,17 @@ from ._arguments import (
 )
 from ._dispatch import ops
 from ._selection.arguments import select_tokens_arguments, topk_mask_arguments
-from ._selection.rules import entropy_quantile
+from ._selection.rules import PREFIX_RULES, entropy_quantile
+from .prefixes import Prefixes, random_prefixes
 from .sampling import SamplingMask, op_arguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-TokenRule = Literal["advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"]
+TokenRule = Literal[
+    "advantage_entropy", "entropy", "advantage", "random", "entropy_quantile", "prefix", "prefix_advantage_entropy"
+]
 Placement = Literal["whole", "global", "pieces"]
 
 
@@ -41,6 +44,10 @@ class TokenSelection(NamedTuple):
     """
     threshold: Tensor
     """float32: the lowest kept score of each segment; ``+inf`` if no token is kept."""
+    weight: Tensor | None = None
+    """float32, the shape of the entropy: the factor for each token's loss, with the rules that cut prefixes
+    (:func:`d3s_kernels.random_prefixes`); 0 for dropped tokens. None with all other rules, whose factor is 1.
+    """
 
 
 def topk_mask(
@@ -116,7 +123,7 @@ def select_tokens(
     ratio: float | Tensor,
     *,
     rule: TokenRule = "advantage_entropy",
-    mask: Tensor | None = None,
+    mask: Tensor | Prefixes | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
     scope: Literal["batch", "sequence"] = "batch",
@@ -128,15 +135,17 @@ def select_tokens(
     """Keeps the share ``ratio`` of the tokens, those with the largest scores; the default score is
     ``|advantage| * entropy`` (D3S).
 
-    =================== ================================= =========================================================
-    ``rule``            score                             source
-    =================== ================================= =========================================================
-    "advantage_entropy" ``|A| * H``                       D3S, token level
-    "entropy"           ``H``                             80/20 (high-entropy tokens); advantages are not read
-    "advantage"         ``|A|``                           the other half of D3S's score; entropies are not read
-    "random"            a random number                   S-GRPO's share of random tokens; neither is read
-    "entropy_quantile"  ``H``, all at or above a quantile TRL's ``top_entropy_quantile``; advantages are not read
-    =================== ================================= =========================================================
+    ========================== ================================= ==================================================
+    ``rule``                   score                             source
+    ========================== ================================= ==================================================
+    "advantage_entropy"        ``|A| * H``                       D3S, token level
+    "entropy"                  ``H``                             80/20 (high-entropy tokens); advantages are not read
+    "advantage"                ``|A|``                           the other half of D3S's score; entropies are not read
+    "random"                   a random number                   S-GRPO's share of random tokens; neither is read
+    "entropy_quantile"         ``H``, all at or above a quantile TRL's ``top_entropy_quantile``; advantages not read
+    "prefix"                   none: all before a random cut     NAT's random prefixes; entropies are not read
+    "prefix_advantage_entropy" ``|A| * H``, before a random cut  NAT and D3S together
+    ========================== ================================= ==================================================
 
     Scores are computed in float32 during the selection and never stored. ``scope="batch"`` pools all tokens, as D3S's
     formula does. With an outcome reward, ``|A|`` is constant within a sequence, so that with scope "sequence" only the
@@ -148,17 +157,23 @@ def select_tokens(
     the share if entropies tie, keeps nothing if an entropy is NaN, fails for more than 2^24 tokens, and causes a host
     sync. "entropy_quantile" always pools the batch, so ``offsets`` have no effect. It refuses ``drop_zeros``.
 
+    The last two rules cut each sequence with :func:`d3s_kernels.random_prefixes`. "prefix" keeps all tokens before the
+    cut, on average the share ``ratio``, which is at least 0.5. "prefix_advantage_entropy" cuts with the ratio 0.5, and
+    keeps the share ``ratio`` of the tokens before the cuts. Multiply each token's loss by the result's ``weight``. A cut
+    saves the forward of what comes after it, if it is drawn before the forward: pass its result as ``mask``.
+
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
             tensor. A shape that fits tokens and sequences means one for each token. None is allowed if the rule does
-            not read advantages.
+            not read advantages. With "prefix", advantages are optional and only for ``drop_zeros``.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
-        rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
-        mask: bool, or integer (0 means False), the shape of ``entropy``: True at the tokens of the completion.
+        rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834; NAT, 2603.06619.
+        mask: bool, or integer (0 means False), the shape of ``entropy``: True at the tokens of the completion. With the
+            last two rules, it may be the result of :func:`d3s_kernels.random_prefixes`: then nothing is cut again.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave out scores of 0 too (if all rewards of a group are equal, all scores of the group are 0).
-        generator: for "random": a generator on the device of ``entropy``, or None for torch's default generator.
+        generator: for "random" and for cuts: a generator on the device of ``entropy``, or None for torch's default generator.
             ``torch.compile(fullgraph=True)`` requires None. Ranks may use the same seed.
 
     Ragged batches:
@@ -191,6 +206,25 @@ def select_tokens(
         tensor([[False,  True, False],
                 [ True, False, False]])
     """
+    if rule in PREFIX_RULES:
+        if not isinstance(mask, Prefixes):
+            require_tensors(entropy=entropy)
+            present = torch.ones_like(entropy, dtype=torch.bool) if mask is None else checked_mask(mask, entropy)
+            assert present is not None
+            mask = random_prefixes(
+                present, ratio if rule == "prefix" else 0.5, offsets=offsets, generator=generator,
+                process_group=process_group, placement=placement,
+            )  # fmt: skip
+        if rule == "prefix":
+            ratio, advantages = 1.0, torch.ones((), device=entropy.device) if advantages is None else advantages
+        chosen = select_tokens(
+            entropy, advantages, ratio, rule=PREFIX_RULES[rule], mask=mask.mask, offsets=offsets,
+            max_segment=max_segment, scope=scope, drop_zeros=drop_zeros, process_group=process_group,
+            placement=placement,
+        )  # fmt: skip
+        return chosen._replace(weight=torch.where(chosen.mask, mask.weight, 0.0))
+    if isinstance(mask, Prefixes):
+        raise TypeError(f"mask: got Prefixes with rule {rule!r}; takes them with {' or '.join(map(repr, PREFIX_RULES))}")
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks
 

@@ -66,7 +66,7 @@ def topk_mask(
     _, *quota, checked_mask = arguments[:6]
     pieces = layout.offsets
     if layout.placement == "global":
-        pieces = _pieces(layout, ranks.gather_number(scores.numel(), scores), ranks, "scores")
+        pieces = pieces_of(layout, ranks.gather_number(scores.numel(), scores), ranks, "scores")
     keys = ops.topk_order_keys(scores, None, checked_mask, None)
     return keep_top(keys, pieces, Quota(*quota), drop_zeros, ranks)[0]
 
@@ -140,7 +140,7 @@ def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
 # ---- the pieces of segments that a rank has --------------------------------------------------------------------------
 
 
-def _pieces(layout: Layout, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
+def pieces_of(layout: Layout, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
     """Returns offsets that cut this rank's values into one piece for every global segment. A piece may be empty."""
     layout.check_end(name, lengths)
     assert layout.offsets is not None
@@ -163,7 +163,7 @@ def _pieces_and_weights(
     fits = torch.empty(3, dtype=torch.int64, device=entropy.device)
     fits[0], fits[1], fits[2] = tokens, number == tokens, number == sequences  # copying a list would cause a host sync
     lengths, for_tokens, for_sequences = ranks.gather(fits).unbind(1)
-    pieces = _pieces(layout, lengths, ranks, "entropy") if layout.placement == "global" else offsets
+    pieces = pieces_of(layout, lengths, ranks, "entropy") if layout.placement == "global" else offsets
     if number != sequences or 0 in (tokens, sequences):
         return pieces, advantages
     place = torch.arange(tokens, device=entropy.device)

@@ -61,7 +61,7 @@ def _whole_argument(name: str, number: int | Tensor | None, like: Tensor) -> tup
     return number, None
 
 
-def _require_generator(generator: torch.Generator | None, rule: str, draws: bool, like: Tensor) -> None:
+def require_generator(generator: torch.Generator | None, rule: str, draws: bool, like: Tensor) -> None:
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
@@ -115,7 +115,7 @@ def select_tokens_arguments(
     require_flag("drop_zeros", drop_zeros)
     number, tensor = _ratio_argument(ratio, entropy)
     mask = checked_mask(mask, entropy)
-    _require_generator(generator, rule, TOKENS[rule].draws, entropy)
+    require_generator(generator, rule, TOKENS[rule].draws, entropy)
     values, weights = token_factors(rule, entropy, advantages, generator, rank)
     if weights.dtype != torch.float32:
         if not weights.dtype.is_floating_point:  # the dispatcher refuses unreadable float tensors
@@ -189,7 +189,7 @@ def select_rollouts_arguments(
     if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op's error would say `values`
         raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)
-    _require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
+    require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
     segments = offsets, None, require_scope(scope, "group")
     require_flag("equal_rows", equal_rows)
     if equal_rows and (rule, scope) != ("max_variance", "batch"):

@@ -38,7 +38,9 @@ TOKENS = {
     "random": TokenScoring(reads_entropy=False, draws=True),
     "entropy_quantile": TokenScoring(),
 }
-TOKEN_RULES = tuple(TOKENS)
+# The rules that cut each sequence at random, and the rule that then chooses among the tokens before the cuts.
+PREFIX_RULES = {"prefix": "advantage", "prefix_advantage_entropy": "advantage_entropy"}
+TOKEN_RULES = (*TOKENS, *PREFIX_RULES)
 
 
 def token_factors(

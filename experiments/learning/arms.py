@@ -27,8 +27,8 @@ class Arm:
 def arms(many: int, few: int) -> dict[str, Arm]:
     """All arms by name, of ``many`` rollouts for a prompt, of which ``few`` are trained on."""
 
-    def always(rollouts: int) -> DownSamplingSchedule:
-        budget = Budget(rollouts, ALL_TOKENS)
+    def always(rollouts: int, share: float = ALL_TOKENS) -> DownSamplingSchedule:
+        budget = Budget(rollouts, share)
         return DownSamplingSchedule(budget, budget)
 
     rollouts_grow = DownSamplingSchedule(Budget(few, ALL_TOKENS), Budget(many, ALL_TOKENS))
@@ -41,5 +41,7 @@ def arms(many: int, few: int) -> dict[str, Arm]:
         Arm("D3S, rollouts alone", many, rollouts_grow, "max_variance", pooled=True),
         Arm("D3S", many, both_grow, "max_variance", "advantage_entropy", pooled=True),
         Arm("D3S, random tokens", many, both_grow, "max_variance", "random", pooled=True),
+        Arm("NAT, prefixes", many, always(many, 0.5), None, "prefix"),
+        Arm("NAT, random tokens", many, always(many, 0.5), None, "random"),
     ]
     return {arm.name: arm for arm in every}

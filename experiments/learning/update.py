@@ -34,7 +34,8 @@ def add_gradient(
     random: torch.Generator,
     micro_batch: int | None = None,
 ) -> Update:
-    """Adds the gradient of the arm's loss to the model's: the mean of -A log p over the kept tokens of the step.
+    """Adds the gradient of the arm's loss to the model's: the mean of -A log p over the kept tokens of the step. With
+    prefixes, it is a weighted sum over the kept tokens, divided by the number of all tokens.
 
     The batch was sampled from this model, so that every importance ratio is 1 and nothing is clipped.
 
@@ -44,11 +45,18 @@ def add_gradient(
             all that are kept.
     """
     rollouts, advantages = kept_rollouts(rollouts, rewards.to(rollouts.prompt.device), arm, budget, random)
-    choose = None if budget.token_ratio == ALL_TOKENS else choice(arm, budget, random)
+    choose, number = None, 0
+    if arm.token_rule == "prefix":  # what is after a cut is not even forwarded
+        cut = d3s.random_prefixes(rollouts.completion_mask, budget.token_ratio, generator=random)
+        number = int(rollouts.completion_mask.sum())
+        rollouts = rollouts._replace(completion_mask=cut.mask)
+        advantages = advantages.unsqueeze(1) * cut.weight
+    elif budget.token_ratio != ALL_TOKENS:
+        choose = choice(arm, budget, random)
     update = add_sum(model, rollouts, advantages, choose, micro_batch)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad /= max(1, update.counts.kept)
+            parameter.grad /= max(1, number or update.counts.kept)
     return update
 
 
@@ -90,7 +98,9 @@ def add_sum(
     choose: Choice | None = None,
     micro_batch: int | None = None,
 ) -> Update:
-    """Adds the gradient of the sum of -A log p over the tokens, or over those that are chosen."""
+    """Adds the gradient of the sum of -A log p over the tokens, or over those that are chosen. ``advantages`` are those
+    of the rollouts, or of their tokens.
+    """
     by_length = rollouts.lengths().argsort(stable=True)  # so that little of a chunk is padding
     size = min(CHUNK, micro_batch or CHUNK) if choose is None else micro_batch or len(by_length)
     done, positive = Counts(updated=int(rollouts.lengths().sum()), steps=1), 0
@@ -129,6 +139,9 @@ def forward(model: PreTrainedModel, rollouts: Rollouts, advantages: Tensor, rows
             use_cache=False,
         ).last_hidden_state
         predicting = hidden[:, own.prompt.shape[1] - 1 : -1]
-        of_token = advantages[chunk].unsqueeze(1).expand_as(own.completion)
+        columns, of_token = own.completion.shape[1], advantages[chunk]
+        if of_token.dim() == 1:
+            of_token = of_token.unsqueeze(1).expand(-1, columns)
+        of_token = of_token[:, :columns]  # what was cut off is at the end
         parts.append([tensor[own.completion_mask] for tensor in (predicting, own.completion, of_token)])
     return Tokens(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -1,0 +1,172 @@
+"""Cuts sequences at random places, so that only their prefixes are trained on, with weights that keep the gradient
+unbiased (NAT, arXiv 2603.06619).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._arguments import as_bool, is_number, require_optional_tensors, require_readable, require_tensors
+from ._segments.quota import DOUBLE_SLACK, FLOAT_SLACK
+from ._segments.segments import Segments, segments_of
+from ._selection.arguments import require_generator
+from ._selection.rules import usable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .tokens import Placement
+
+
+class Prefixes(NamedTuple):
+    """The tokens before the cuts. All tensors stay on the device."""
+
+    mask: Tensor
+    """bool, the shape of the argument ``mask``. Nothing after a sequence's last token in the mask has to be forwarded.
+    """
+    weight: Tensor
+    """float32, the same shape: the factor for each token's loss, 1 / P(the token is before the cut); 0 after the cut.
+    """
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    """int64, 0-d: the number of tokens before the cuts."""
+
+
+@torch.no_grad()
+def random_prefixes(
+    mask: Tensor,
+    ratio: float | Tensor = 0.5,
+    *,
+    offsets: Tensor | None = None,
+    draws: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    placement: Placement = "whole",
+) -> Prefixes:
+    """Keeps a random prefix of each sequence. Call this before the forward: the rest of a sequence need not be computed.
+
+    A sequence of T tokens is cut after its c-th token, where c is drawn from m, ..., T, all equally likely, and
+    ``m = max(1, ceil((2 ratio - 1) T))``. So a sequence keeps the share ``ratio`` of its tokens on average, and half a
+    token more if m is 1. The t-th token is before the cut with the probability ``(T - max(t, m) + 1) / (T - m + 1)``.
+    Multiply each token's loss by its weight, the inverse of this probability, and divide the sum by a number that does
+    not depend on the cuts, such as the number of all tokens. The mean of the gradient over all cuts is then the
+    gradient of the loss over all tokens (Horvitz and Thompson). This holds only if a token's loss depends on the
+    log-probability of this token alone: not for a ratio of a whole sequence.
+
+    Args:
+        mask: bool, or integer (0 means False): ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. The
+            tokens of a sequence are those where the mask is True.
+        ratio: in [0.5, 1]: the expected share of the tokens before the cuts; a number, or a 0-d float64 or float32
+            tensor, which is read on the device (with a value outside, nothing is kept).
+        draws: float ``[sequences]``, in [0, 1): a random number for each sequence, which determines its cut. Pass it if
+            sequences may come in another order, or on another number of ranks.
+        generator: without ``draws``, the generator to draw with, on the device of ``mask``, or None for torch's default
+            generator. ``torch.compile(fullgraph=True)`` requires None.
+
+    Ragged batches:
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+
+    Across ranks:
+        process_group, placement: as in :func:`d3s_kernels.topk_mask`. If every rank's generator has the same state, the
+            cuts are those that one process would draw for the sequences of all ranks, in rank order. If a sequence lies
+            on several ranks, all ranks use the random numbers of the first rank.
+
+    Returns:
+        :class:`Prefixes`. Its ``count`` is over all ranks.
+
+    Raises:
+        ValueError, TypeError: a ratio outside [0.5, 1]; both ``draws`` and ``generator``; a wrong shape, dtype, device
+            or offsets.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> mask = torch.tensor([[True, True, True, True], [False, True, True, False]])
+        >>> cut = d3s.random_prefixes(mask, draws=torch.tensor([0.6, 0.1]))
+        >>> cut.mask, cut.weight
+        (tensor([[ True,  True,  True, False],
+                [False,  True, False, False]]), tensor([[1.0000, 1.3333, 2.0000, 0.0000],
+                [0.0000, 1.0000, 0.0000, 0.0000]]))
+    """
+    if process_group is not None:
+        from ._across_ranks import prefixes as across_ranks  # here, since some builds of torch have no process groups
+
+        return across_ranks.random_prefixes(mask, ratio, draws, generator, process_group, placement, offsets)
+    present, share = prefix_arguments(mask, ratio, draws, generator, offsets)
+    segments = segments_of(present, offsets)
+    numbers = drawn(segments.number, draws, generator, present)
+    return cut_at(present, share, segments, numbers, lambda here: (here, torch.zeros_like(here)))
+
+
+def prefix_arguments(
+    mask: Tensor, ratio: float | Tensor, draws: Tensor | None, generator: torch.Generator | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Checks the arguments. Returns the mask as bool, and the ratio as a 0-d float64 tensor, slightly reduced so that
+    rounding errors do not raise a minimum length. A ratio outside [0.5, 1] in a tensor becomes NaN.
+    """
+    require_tensors(mask=mask)
+    others: dict[str, Tensor | None] = {"draws": draws, "offsets": offsets}
+    require_optional_tensors(mask, **others)
+    require_readable(mask=mask, **others)
+    present = as_bool("mask", mask)
+    present = usable(torch.zeros_like(present, dtype=torch.float32), present, offsets)  # also checks shapes and offsets
+    if draws is not None and generator is not None:
+        raise ValueError("draws: got a tensor and a generator; takes one of the two")
+    require_generator(generator, "prefix", True, present)
+    if isinstance(ratio, Tensor):
+        require_optional_tensors(mask, ratio=ratio)
+        if ratio.dim() or not ratio.is_floating_point():
+            raise ValueError(f"ratio: got shape {list(ratio.shape)} of {ratio.dtype}; takes a number or a 0-d tensor")
+        slack = DOUBLE_SLACK if ratio.dtype == torch.float64 else FLOAT_SLACK
+        share = ratio.double()
+        share = torch.where((share >= 0.5) & (share <= 1), share - slack, torch.nan)
+    else:
+        if not is_number(ratio):
+            raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
+        if not 0.5 <= ratio <= 1:
+            raise ValueError(f"ratio: got {ratio}; takes a number in [0.5, 1] for prefixes")
+        share = torch.full((), ratio - DOUBLE_SLACK, dtype=torch.float64, device=mask.device)
+    return present, share
+
+
+def drawn(number: int, draws: Tensor | None, generator: torch.Generator | None, like: Tensor) -> Tensor:
+    """Returns float64 ``[number]``: the random number of each sequence."""
+    if draws is not None:
+        if draws.numel() != number or not draws.is_floating_point():
+            raise ValueError(
+                f"draws: got shape {list(draws.shape)} of {draws.dtype}; takes a float for each of {number} sequences"
+            )
+        return draws.double().flatten()
+    options: dict[str, Any] = {"dtype": torch.float64, "device": like.device}
+    if generator is not None:  # torch.compile accepts no generator, not even None
+        options["generator"] = generator
+    return torch.rand(number, **options)
+
+
+def cut_at(
+    present: Tensor,
+    share: Tensor,
+    segments: Segments,
+    draws: Tensor,
+    of_all_ranks: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Prefixes:
+    """Cuts each segment. ``of_all_ranks`` takes this rank's number of tokens of each segment, and returns two: the
+    number of all ranks, and the number of the ranks before this one.
+    """
+    flat = present.flatten()
+    here = segments.without_ends(segments.total(flat))
+    total, before = of_all_ranks(here)
+    ratio, total = share, total.double()
+    least = ((2 * ratio - 1) * total).ceil().clamp(min=1)
+    cut = (least + (draws * (total - least + 1)).floor()).minimum(total)  # a product may be rounded up to total + 1
+    # The number of tokens of the sequence up to and with each token.
+    place = flat.cumsum(0)
+    earlier = torch.cat([place.new_zeros(1), place])[segments.edges[:-1]]
+    place = place - earlier[segments.segment_ids] + segments.spread(before)
+    least, cut, total = (segments.spread(each) for each in (least, cut, total))
+    kept = flat & (place <= cut)  # false if the ratio is NaN
+    weight = torch.where(kept, (total - least + 1) / (total - torch.maximum(place.double(), least) + 1), 0.0)
+    return Prefixes(kept.view(present.shape), weight.float().view(present.shape), kept.sum())
