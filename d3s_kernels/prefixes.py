@@ -47,7 +47,7 @@ def random_prefixes(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> Prefixes:
-    """Keeps a random prefix of each sequence. Call this before the forward: the rest of a sequence need not be computed.
+    """Keeps a random prefix of each sequence. If you call it before the forward, the rest need not be computed.
 
     A sequence of T tokens is cut after its c-th token, where c is drawn from m, ..., T, all equally likely, and
     ``m = max(1, ceil((2 ratio - 1) T))``. So a sequence keeps the share ``ratio`` of its tokens on average, and half a

@@ -14,6 +14,8 @@ from torch import Tensor
 from ._across_ranks.rollouts import most_varied
 from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
 from ._groups import ranks_of
+from ._selection.rules import PREFIX_RULES
+from .prefixes import Prefixes, random_prefixes
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
 from .selection_options import (
@@ -269,13 +271,70 @@ class Selection:
             process_group=process_group,
         )  # fmt: skip
 
+    @property
+    def cuts(self) -> bool:
+        """Whether ``token_rule`` cuts sequences at random: then call :meth:`prefixes` before the forward."""
+        return self.options.token_rule in PREFIX_RULES
+
+    def prefixes(
+        self,
+        mask: Tensor | TrustedTokens,
+        progress: float,
+        *,
+        offsets: Tensor | None = None,
+        draws: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        placement: Placement = "whole",
+    ) -> Prefixes:
+        """Cuts sequences at random, by :func:`d3s_kernels.random_prefixes`, whose arguments these are. With another
+        ``token_rule`` than "prefix" and "prefix_advantage_entropy", nothing is cut.
+
+        Call this before the forward, and pass the ``mask`` of the result to the LM head; columns after the last token
+        of the mask need no forward. Pass the whole result to :meth:`tokens`, and multiply each token's loss by the
+        ``weight`` that :meth:`tokens` returns. With an ``off_policy_rule``, pass the result of :meth:`trusted` as
+        ``mask``.
+
+        Example:
+            >>> import torch, d3s_kernels as d3s
+            >>> selection = d3s.Selection(token_rule="prefix")
+            >>> cut = selection.prefixes(torch.ones(1, 4, dtype=torch.bool), 0.0, draws=torch.tensor([0.3]))
+            >>> tokens = selection.tokens(torch.zeros(1, 4), None, 0.0, mask=cut)
+            >>> tokens.mask, tokens.weight
+            (tensor([[ True,  True, False, False]]), tensor([[1.0000, 1.3333, 0.0000, 0.0000]]))
+        """
+        present = self._mask_of(mask)
+        assert present is not None
+        ratio = 1.0 if not self.cuts else self.token_ratio(progress) if self.options.token_rule == "prefix" else 0.5
+        return random_prefixes(
+            present, ratio, offsets=offsets, draws=draws, generator=generator, process_group=process_group,
+            placement=placement,
+        )  # fmt: skip
+
+    def token_ratio(self, progress: float) -> float:
+        """Returns the budget's share of the tokens; with "prefix_advantage_entropy", of the tokens before the cuts."""
+        return self.budget(progress, 2).token_ratio
+
+    def token_share(self, progress: float) -> float:
+        """Returns the share of all tokens that is expected to be kept."""
+        return self.token_ratio(progress) * (0.5 if self.options.token_rule == "prefix_advantage_entropy" else 1)
+
+    def _mask_of(self, mask: Tensor | TrustedTokens | None) -> Tensor | None:
+        """Returns a mask of tokens to choose from. Raises a ValueError if tokens would bypass the off-policy rule."""
+        if isinstance(mask, TrustedTokens):
+            return mask.mask
+        if self.options.off_policy_rule != "none":
+            rule, kind = self.options.off_policy_rule, type(mask).__name__
+            raise ValueError(f"mask: got a {kind} with off_policy_rule {rule!r}; takes what trusted() has returned")
+        return mask
+
     def tokens(
         self,
         entropy: Tensor,
         advantages: Tensor | None,
         progress: float,
         *,
-        mask: Tensor | TrustedTokens | None = None,
+        mask: Tensor | TrustedTokens | Prefixes | None = None,
         offsets: Tensor | None = None,
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
@@ -284,24 +343,22 @@ class Selection:
         """Chooses the tokens that get a gradient, by :func:`d3s_kernels.select_tokens` with the options' rule and
         scope, and with the budget's share of the tokens. All arguments are as in :func:`d3s_kernels.select_tokens`;
         ``entropy`` may require a gradient. With an ``off_policy_rule``, ``mask`` must be the result of :meth:`trusted`,
-        so that no token bypasses the rule.
+        so that no token bypasses the rule. With a rule that cuts sequences, ``mask`` may be the result of
+        :meth:`prefixes`; otherwise sequences are cut here.
         """
         options = self.options
-        if isinstance(mask, TrustedTokens):
-            mask = mask.mask
-        elif options.off_policy_rule != "none":
-            rule, kind = options.off_policy_rule, type(mask).__name__
-            raise ValueError(f"mask: got a {kind} with off_policy_rule {rule!r}; takes what trusted() has returned")
+        candidates = mask if isinstance(mask, Prefixes) else self._mask_of(mask)
+        draws = options.token_rule == "random" or (self.cuts and not isinstance(mask, Prefixes))
         return select_tokens(
             entropy.detach(),
             advantages,
-            self.budget(progress, 2).token_ratio,
+            self.token_ratio(progress),
             rule=options.token_rule,
-            mask=mask,
+            mask=candidates,
             offsets=offsets,
             scope=options.token_scope,
             drop_zeros=options.drop_zeros,
-            generator=generator if options.token_rule == "random" else None,
+            generator=generator if draws else None,
             process_group=process_group,
             placement=placement,
         )

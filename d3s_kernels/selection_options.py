@@ -110,12 +110,19 @@ def check_options(options: Any, section: str = "") -> None:
 
 
 def check_token_rule(options: Any, section: str = "") -> None:
-    """Raises a ValueError for token options that rule "entropy_quantile" does not support."""
-    if options.token_rule != "entropy_quantile":
-        return
-    for name, takes in (("token_scope", "batch"), ("drop_zeros", False)):
+    """Raises a ValueError for token options that the token rule does not support."""
+    rule = options.token_rule
+    taken: dict[str, dict[str, Any]] = {
+        "entropy_quantile": {"token_scope": "batch", "drop_zeros": False},
+        "prefix": {"token_scope": "batch", "loss_denominator": "all"},
+        "prefix_advantage_entropy": {"loss_denominator": "all"},
+    }
+    for name, takes in taken.get(rule, {}).items():
         if (value := getattr(options, name)) != takes:
-            raise ValueError(f"{section}{name}: got {value!r} with token_rule 'entropy_quantile'; takes {takes!r}")
+            raise ValueError(f"{section}{name}: got {value!r} with token_rule {rule!r}; takes {takes!r}")
+    for name in ("token_ratio_start", "token_ratio_end"):
+        if rule == "prefix" and (value := getattr(options, name)) < 0.5:
+            raise ValueError(f"{section}{name}: got {value!r} with token_rule 'prefix'; takes a number in [0.5, 1]")
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:
@@ -162,28 +169,50 @@ def values_of_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return values, rest
 
 
+_DEFAULTS = {
+    "rollouts_start": 0.25, "rollouts_end": 1.0, "token_rule": "advantage_entropy",
+    "token_ratio_start": 0.05, "token_ratio_end": 0.20, "loss_denominator": "kept",
+}  # fmt: skip
+_DEFAULTS_OF_RULES: dict[Any, dict[str, Any]] = {
+    "prefix": {"token_ratio_start": 0.5, "token_ratio_end": 0.5, "loss_denominator": "all"},
+    "prefix_advantage_entropy": {"loss_denominator": "all"},
+}
+
+
 @dataclass
 class SelectionOptions:
     """The options that determine which rollouts and tokens are kept. A trainer's options inherit from this class, so
     that names and defaults are the same everywhere.
 
-    ``docs/selection.md`` lists the options in a table; each field's ``metadata["help"]`` explains the option.
+    ``docs/selection.md`` lists the options in a table; each field's ``metadata["help"]`` explains the option. An option
+    whose default depends on other options is None until the object is made, which sets it. So a trainer can tell a
+    value that the user gave from a default.
     """
 
     rollouts_start: float = option(
-        0.25,
+        None,
         "Rollouts of each group that are trained on at the start: at most 1 is a share of the group, rounded half up; "
         "above 1 it is their number. Clamped to [2, the group's]. TRL rounds all of them up to a multiple of processes "
-        "x steps per generation, so that a small per_device_train_batch_size leaves little to drop.",
+        "x steps per generation, so that a small per_device_train_batch_size leaves little to drop. Default: 0.25.",
         ROLLOUTS,
     )
     rollouts_end: float = option(
-        1.0, "Rollouts of each group that are trained on at the end: a share or a number, likewise.", ROLLOUTS
+        None,
+        "Rollouts of each group that are trained on at the end: a share or a number, likewise. Default: 1.0.",
+        ROLLOUTS,
     )
     token_ratio_start: float = option(
-        0.05, "Share of the kept rollouts' tokens that gets a gradient at the start.", RATIO
+        None,
+        "Share of the kept rollouts' tokens that gets a gradient at the start. Default: 0.05; with token_rule "
+        "'prefix', 0.5.",
+        RATIO,
     )
-    token_ratio_end: float = option(0.20, "Share of the kept rollouts' tokens that gets a gradient at the end.", RATIO)
+    token_ratio_end: float = option(
+        None,
+        "Share of the kept rollouts' tokens that gets a gradient at the end. Default: 0.2; with token_rule 'prefix', "
+        "0.5.",
+        RATIO,
+    )
     schedule_shape: Shape = option(
         "linear", "The way from start to end; 'linear' is the paper's.", one_of(*get_args(Shape))
     )
@@ -200,10 +229,11 @@ class SelectionOptions:
         one_of(*get_args(Scope)),
     )
     token_rule: TokenRule = option(
-        "advantage_entropy",
-        "By what tokens are ranked: |advantage| x entropy (D3S), 'entropy' (80/20), |'advantage'|, or at 'random' "
-        "(S-GRPO). 'entropy_quantile' keeps all at or above a quantile, as TRL's top_entropy_quantile on a single "
-        "process; see d3s_kernels.select_tokens.",
+        None,
+        "By what tokens are ranked: 'advantage_entropy' (the default), |advantage| x entropy (D3S), 'entropy' (80/20), "
+        "|'advantage'|, or at 'random' (S-GRPO). 'entropy_quantile' keeps all at or above a quantile, as TRL's "
+        "top_entropy_quantile on a single process. 'prefix' cuts each sequence at random and keeps what is before the "
+        "cut (NAT); 'prefix_advantage_entropy' ranks what is before the cut. See d3s_kernels.select_tokens.",
         one_of(*get_args(TokenRule)),
     )
     token_scope: TokenScope = option(
@@ -213,9 +243,10 @@ class SelectionOptions:
         one_of(*get_args(TokenScope)),
     )
     loss_denominator: KeptOrAll = option(
-        "kept",
-        "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share kept "
-        "(gradient clipping sees that, AdamW does not: mind max_grad_norm), or 'all' valid ones.",
+        None,
+        "What gradients are averaged over: 'kept' tokens (the default), which makes them larger by about 1 / the share "
+        "kept (gradient clipping sees that, AdamW does not: mind max_grad_norm), or 'all' valid ones (the default with "
+        "prefixes, whose weights take the place of the factor).",
         one_of(*get_args(KeptOrAll)),
     )
     drop_zeros: bool = option(False, "Leave tokens of score 0 out as well, even if fewer than the share remain.", FLAG)
@@ -233,6 +264,15 @@ class SelectionOptions:
     )
     off_policy_low: float | None = option(None, "The rule's lower bound, for a ratio. None: its default.", BOUND)
     off_policy_high: float | None = option(None, "The rule's upper bound. None: its default.", BOUND)
+
+    def __post_init__(self) -> None:
+        rule = self.token_rule if isinstance(self.token_rule, str) else None
+        for name, value in (_DEFAULTS | _DEFAULTS_OF_RULES.get(rule, {})).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        # A trainer's options inherit from this class and from the trainer's own options.
+        if (of_trainer := getattr(super(), "__post_init__", None)) is not None:
+            of_trainer()
 
 
 def rollouts_of(given: float, group_size: int) -> int:

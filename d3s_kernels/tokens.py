@@ -159,8 +159,8 @@ def select_tokens(
 
     The last two rules cut each sequence with :func:`d3s_kernels.random_prefixes`. "prefix" keeps all tokens before the
     cut, on average the share ``ratio``, which is at least 0.5. "prefix_advantage_entropy" cuts with the ratio 0.5, and
-    keeps the share ``ratio`` of the tokens before the cuts. Multiply each token's loss by the result's ``weight``. A cut
-    saves the forward of what comes after it, if it is drawn before the forward: pass its result as ``mask``.
+    keeps the share ``ratio`` of the tokens before the cuts. Multiply each token's loss by the result's ``weight``. If
+    sequences are cut before the forward, what comes after a cut need not be forwarded: then pass the cuts as ``mask``.
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
@@ -173,7 +173,7 @@ def select_tokens(
             last two rules, it may be the result of :func:`d3s_kernels.random_prefixes`: then nothing is cut again.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave out scores of 0 too (if all rewards of a group are equal, all scores of the group are 0).
-        generator: for "random" and for cuts: a generator on the device of ``entropy``, or None for torch's default generator.
+        generator: for "random" and for cuts: a generator on the device of ``entropy``, or None for torch's default one.
             ``torch.compile(fullgraph=True)`` requires None. Ranks may use the same seed.
 
     Ragged batches:
@@ -208,23 +208,23 @@ def select_tokens(
     """
     if rule in PREFIX_RULES:
         if not isinstance(mask, Prefixes):
-            require_tensors(entropy=entropy)
-            present = torch.ones_like(entropy, dtype=torch.bool) if mask is None else checked_mask(mask, entropy)
-            assert present is not None
             mask = random_prefixes(
-                present, ratio if rule == "prefix" else 0.5, offsets=offsets, generator=generator,
+                torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask,
+                ratio if rule == "prefix" else 0.5, offsets=offsets, generator=generator,
                 process_group=process_group, placement=placement,
             )  # fmt: skip
         if rule == "prefix":
             ratio, advantages = 1.0, torch.ones((), device=entropy.device) if advantages is None else advantages
-        chosen = select_tokens(
+        before = select_tokens(
             entropy, advantages, ratio, rule=PREFIX_RULES[rule], mask=mask.mask, offsets=offsets,
             max_segment=max_segment, scope=scope, drop_zeros=drop_zeros, process_group=process_group,
             placement=placement,
         )  # fmt: skip
-        return chosen._replace(weight=torch.where(chosen.mask, mask.weight, 0.0))
+        return before._replace(weight=torch.where(before.mask, mask.weight, 0.0))
     if isinstance(mask, Prefixes):
-        raise TypeError(f"mask: got Prefixes with rule {rule!r}; takes them with {' or '.join(map(repr, PREFIX_RULES))}")
+        raise TypeError(
+            f"mask: got Prefixes with rule {rule!r}; takes them with {' or '.join(map(repr, PREFIX_RULES))}"
+        )
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks
 

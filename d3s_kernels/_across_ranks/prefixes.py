@@ -38,7 +38,8 @@ def random_prefixes(
     segments = segments_of(present, pieces)
     if whole and draws is None and generator is not None:
         counts = ranks.gather_number(segments.number, present).tolist()
-        numbers = drawn(sum(counts), None, generator, present).split(counts)[ranks.rank]
+        begin = sum(counts[: ranks.rank])
+        numbers = drawn(sum(counts), None, generator, present)[begin : begin + segments.number]
     else:
         numbers = drawn(segments.number, draws, generator, present)
 

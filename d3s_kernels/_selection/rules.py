@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,10 @@ TOKENS = {
     "entropy_quantile": TokenScoring(),
 }
 # The rules that cut each sequence at random, and the rule that then chooses among the tokens before the cuts.
-PREFIX_RULES = {"prefix": "advantage", "prefix_advantage_entropy": "advantage_entropy"}
+PREFIX_RULES: dict[str, Literal["advantage", "advantage_entropy"]] = {
+    "prefix": "advantage",
+    "prefix_advantage_entropy": "advantage_entropy",
+}
 TOKEN_RULES = (*TOKENS, *PREFIX_RULES)
 
 

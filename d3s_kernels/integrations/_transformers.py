@@ -30,13 +30,11 @@ def imply(options: Any, option: str, implied: dict[str, Any]) -> None:
         setattr(options, name, takes)
 
 
-def check_token_options(options: Any, section: str = "") -> None:
-    """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
+def imply_from_quantile(options: Any) -> None:
+    """Sets the options that ``top_entropy_quantile`` implies. Call it before the options get their defaults.
 
     Raises:
-        ValueError: ``top_entropy_quantile`` is not above 0; an option that it implies was set to another value; the
-            rule "entropy_quantile" is used with an option that this rule does not support; or this rule is used with
-            several processes, each of which would use its own quantile.
+        ValueError: ``top_entropy_quantile`` is not above 0; or an option that it implies was set to another value.
     """
     share = options.top_entropy_quantile
     if share < 1:
@@ -47,6 +45,15 @@ def check_token_options(options: Any, section: str = "") -> None:
             "drop_zeros": False, "loss_denominator": "all",
         }  # fmt: skip
         imply(options, f"top_entropy_quantile {share}", implied)
+
+
+def check_token_options(options: Any, section: str = "") -> None:
+    """Checks the options that choose tokens.
+
+    Raises:
+        ValueError: a token rule is used with an option that it does not support; or the rule "entropy_quantile" is used
+            with several processes, each of which would use its own quantile.
+    """
     check_token_rule(options, section)
     if options.token_rule == "entropy_quantile" and options.world_size > 1:
         raise ValueError(
@@ -104,6 +111,14 @@ class RunWithBudget:
 
     def _budget(self) -> Budget:
         return self._selection.budget(self._progress, self.num_generations)
+
+    def _draws_of_rollouts(self, own: Tensor) -> Tensor:
+        """Returns a random number for each of this process's rollouts in ``own``. The numbers depend on the run's seed,
+        the step, and the place of the rollout among those of all processes, which have as many rollouts.
+        """
+        generator = torch.Generator().manual_seed(self.args.seed + 1_000_003 * self.state.global_step)
+        draws = torch.rand(self.accelerator.num_processes, len(own), dtype=torch.float64, generator=generator)
+        return draws[self.accelerator.process_index].to(own.device)
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
         """Returns the generator for the rule "random", or None for another rule. Its seed depends on the run's seed and

@@ -13,7 +13,7 @@ from swift.rlhf_trainers import GRPOConfig
 
 from ...selection_options import SelectionOptions, check_options, option_names
 from ...trust import weighs
-from .._transformers import check_token_options
+from .._transformers import check_token_options, imply_from_quantile
 
 PREFIX = "d3s_"
 LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # supported losses; DENOMINATORS has an entry for each
@@ -27,7 +27,6 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
     top_entropy_quantile: float = 1.0  # ms-swift has this option too, with the same default
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         known = option_names(SelectionOptions)
         for key, value in (self.model_kwargs or {}).items():
             name = key.removeprefix(PREFIX)
@@ -36,6 +35,8 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
             elif key.lower().startswith("d3s"):
                 takes = ", ".join(PREFIX + name for name in known)
                 raise ValueError(f"model_kwargs: got {key!r}, which is no option of D3S; takes {takes}")
+        imply_from_quantile(self)
+        super().__post_init__()
         check_options(self, PREFIX)
         check_token_options(self, PREFIX)
         self.top_entropy_quantile = 1.0  # otherwise ms-swift would mask tokens too

@@ -14,7 +14,7 @@ from ...selection import Selection
 from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check_options, one_of, option, whole
 from ...trust import weighs
 from .._head_options import HeadOptions
-from .._transformers import check_token_options, imply
+from .._transformers import check_token_options, imply, imply_from_quantile
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they clip as PPO does; each token may have its own clip range
 # Options of transformers' generation that exclude tokens from sampling, each with the values that exclude no token.
@@ -115,12 +115,13 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_options(self)
-        if self.keep_all:
+        if self.keep_all is True:
             everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
             others = {"drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy"}
             imply(self, "keep_all", everything | others)
+        imply_from_quantile(self)
+        super().__post_init__()
+        check_options(self)
         if self.loss_type not in DENOMINATORS:
             raise ValueError(f"loss_type: got {self.loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
         if self.importance_sampling_level == "entropy_group" and self.loss_type not in ESPO_LOSSES:
@@ -129,6 +130,8 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
                 f"{' or '.join(map(repr, ESPO_LOSSES))}"
             )
         check_token_options(self)
+        if self.token_rule == "prefix" and self.entropy_from != "auto":
+            raise ValueError(f"entropy_from: got {self.entropy_from!r} with token_rule 'prefix'; takes 'auto'")
         rule = self.off_policy_rule
         if rule != "none" and self.entropy_from == "update":  # the rule is applied before the update
             raise ValueError(f"entropy_from: got 'update' with off_policy_rule {rule!r}; takes 'auto' or 'rollout'")

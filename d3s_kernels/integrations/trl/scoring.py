@@ -22,8 +22,8 @@ from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
 from ...metrics import LARGEST
 from .._transformers import RunWithBudget
-from .batch import FIELDS, IMAGES, SETS, Batch, take
-from .columns import MayCut, cut, divided_by_work, row_lengths, what_may_be_cut
+from .batch import FIELDS, IMAGES, PREFIX, SETS, Batch, take
+from .columns import MayCut, cut, divided_by_work, last_columns, row_lengths, trimmed, what_may_be_cut
 from .config import D3SConfig
 from .head import OverSets, over_sets
 
@@ -177,8 +177,14 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
     @property
     def _tokens_before_update(self) -> bool:
         if self.args.entropy_from == "auto":
-            return self.args.off_policy_rule != "none" or OLD in self._pass_names()
+            known = self.args.off_policy_rule != "none" or self.args.token_rule == "prefix"
+            return known or OLD in self._pass_names()
         return self.args.entropy_from == "rollout"
+
+    @property
+    def _entropies_before_update(self) -> bool:
+        """Returns whether tokens are chosen before the update by entropies."""
+        return self._tokens_before_update and self.args.token_rule != "prefix"
 
     def _pass_names(self) -> list[str]:
         """Returns the names of the passes without gradient that TRL makes over a generation batch. TRL has the same
@@ -208,7 +214,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None
-        with_entropy = call._replace(options=call.options | {"compute_entropy": self._tokens_before_update})
+        with_entropy = call._replace(options=call.options | {"compute_entropy": self._entropies_before_update})
         logprob, passes.entropy, aux = self._scores_of_pass(with_entropy)
         return logprob, None, aux
 
@@ -252,7 +258,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
     def _postponed(self, name: str, batch: Batch) -> Batch:
         """Makes a postponed pass over the chosen rollouts. Returns the batch fields that the pass fills."""
         if name == OLD:
-            logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
+            logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._entropies_before_update)
             return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
         if self.ref_model is not None:
             return {name: self._score(self.ref_model, batch)[0]}
@@ -261,12 +267,35 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
             return {name: self._score(self.model, batch)[0]}
 
     def _score(self, model: Any, batch: Batch, **options: Any) -> Scores:
-        """Runs TRL's scoring pass over the rows of a batch, without gradient."""
+        """Runs TRL's scoring pass over the rows of a batch, without gradient. What comes after a cut is not forwarded
+        if the update does not need it.
+        """
+        all_columns = batch["completion_ids"].shape[1]
+        if PREFIX in batch and self._tokens_are_independent(batch):
+            rest = last_columns(batch[PREFIX]).unsqueeze(1) <= torch.arange(all_columns, device=batch[PREFIX].device)
+            batch = batch | {"completion_mask": batch["completion_mask"].masked_fill(rest, 0)}
+            batch = trimmed(batch, self.pad_to_multiple_of, self._may_cut(batch["prompt_mask"].shape[1] + all_columns))
         tokens, attention = both_sides(batch)
         images = {name: batch[name] for name in IMAGES if name in batch}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            scores: Scores = self._get_per_token_logps_and_entropies(
+            logprob, entropy, aux = self._get_per_token_logps_and_entropies(
                 over_sets(model, batch.get(SETS)), tokens, attention, batch["completion_ids"].size(1),
                 batch_size=self.args.per_device_train_batch_size, **images, **options,
             )  # fmt: skip
-        return scores
+        after = 0, all_columns - logprob.shape[1]
+        return pad(logprob, after), None if entropy is None else pad(entropy, after), aux
+
+    def _tokens_are_independent(self, inputs: Batch) -> bool:
+        """Returns whether each token's gradient depends only on the token's own log-probability. If so, dropped tokens
+        need not be scored.
+        """
+        return bool(
+            self.importance_sampling_level == "token"
+            and self.args.importance_sampling_level != "entropy_group"
+            and self.loss_type != "vespo"
+            and self.beta == 0
+            and self.off_policy_mask_threshold is None
+            and not self._entropy_bonus_enabled
+            and not self.aux_loss_enabled
+            and "num_images" not in inputs
+        )

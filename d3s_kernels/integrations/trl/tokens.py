@@ -13,17 +13,16 @@ from torch.nn.functional import pad
 
 from ...denominators import gradient_weights, only_through
 from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums
+from ...prefixes import Prefixes
 from ...ratios import espo_terms
 from ...tokens import TokenSelection
 from ...trust import TrustedTokens
-from .batch import SETS, Batch, loss_mask, take
+from .batch import DRAWS, PREFIX, PREFIX_WEIGHT, SETS, UNMEASURED, Batch, loss_mask, take
 from .columns import last_columns
 from .config import D3SConfig
 from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import OLD, Call, Scores, Scoring
-
-UNMEASURED = "d3s_unmeasured"  # a batch field: marks the rows whose dropped tokens are not in the logged entropies
 
 
 class ChoosesTokens(Scoring):
@@ -54,39 +53,61 @@ class ChoosesTokens(Scoring):
         if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by the ratio
             left = trusted.mask & (ratio != 0)
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
+        if self._selection.cuts and PREFIX not in batch:
+            self._cut_sequences(batch, trusted)
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
+        elif PREFIX in batch:
+            batch[UNMEASURED] = mask & ~batch[PREFIX]
         # The entropy pass skips only rollouts whose tokens have scores that do not depend on entropies. These tokens
         # still count as valid tokens.
-        chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
+        candidates = self._prefixes(batch, trusted.mask) if PREFIX in batch else trusted
+        chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], candidates)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
-        batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, trusted.weight
+        weight = trusted.weight if chosen.weight is None else trusted.weight * chosen.weight
+        batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, weight
         numbers = torch.stack([chosen.mask.sum(), trusted.mask.sum()])
         batch["d3s_tokens_kept"], batch["d3s_tokens_trusted"] = self.accelerator.gather(numbers).view(-1, 2).sum(dim=0)
         if rule != "none" or ratio is not None:
             self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
+    def _cut_sequences(self, batch: Batch, mask: Tensor | TrustedTokens) -> None:
+        """Cuts sequences at random. Each row's cut depends on its random number alone, wherever the row is."""
+        cut = self._selection.prefixes(mask, self._progress, draws=batch[DRAWS])
+        batch[PREFIX], batch[PREFIX_WEIGHT] = cut.mask, cut.weight
+
+    def _prefixes(self, batch: Batch, mask: Tensor) -> Prefixes:
+        """Returns the prefixes of a batch whose sequences were cut, without the tokens outside of ``mask``."""
+        prefix = batch[PREFIX] & mask
+        return Prefixes(prefix, batch[PREFIX_WEIGHT], prefix.sum())
+
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the rows that do not need
-        entropies. A row without a token needs none. A row with advantage 0 needs none, except if tokens are ranked by
-        entropy alone. The entropies of rows that the pass skips are 0.
+        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the tokens whose entropies were
+        not computed, because they are not needed: tokens after a cut; all tokens if sequences are only cut; and the
+        tokens of a row with advantage 0, except if tokens are ranked by entropy alone. These entropies are 0.
         """
         mask = loss_mask(batch).bool()
-        useful = mask.any(dim=1)
+        if self.args.token_rule == "prefix":
+            return torch.zeros(mask.shape, device=mask.device), mask
+        needed = batch.get(PREFIX, mask)
+        useful = needed.any(dim=1)
         if self.args.token_rule not in ("entropy", "entropy_quantile"):
             useful &= batch["advantages"] != 0
         # Every process scores the same number of rows, since all processes take part in the forward of a sharded model.
         rows = int(self.accelerator.gather(useful.sum()).max())
+        unmeasured = mask & ~(needed & useful.unsqueeze(1))
         if rows == 0:
-            return torch.zeros(mask.shape, device=mask.device), ~useful
+            return torch.zeros(mask.shape, device=mask.device), unmeasured
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
         assert scored is not None  # the entropies were requested
         # Some rows are scored only because all processes have to score the same number of rows. These rows are not
         # logged, since a single process would skip them.
-        return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
+        return scored.new_zeros(mask.shape).index_copy(0, first, scored), unmeasured
 
-    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
+    def _choose_tokens(
+        self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens | Prefixes
+    ) -> TokenSelection:
         """Chooses this process's tokens: exactly the budget's share of the tokens of all processes, or of each row's
         tokens.
         """
@@ -127,19 +148,22 @@ class ChoosesTokens(Scoring):
     def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
         """Returns the scores for TRL's loss. Hooks on the scores let gradient flow only through the kept tokens."""
         measured = mask = loss_mask(inputs).bool()
-        kept = inputs.get("d3s_kept")
+        kept, weight = inputs.get("d3s_kept"), inputs.get("d3s_weight", 1)
         threshold: Any = inputs.get("d3s_threshold")
-        if kept is not None and self._tokens_are_independent(inputs):
-            logprob, entropy, aux = self._score_kept(call, inputs, kept)
-            if UNMEASURED in inputs:  # in the marked rows, dropped tokens have no entropy
-                measured = kept | (mask & ~inputs[UNMEASURED].unsqueeze(1))
+        needed = inputs.get(PREFIX) if kept is None else kept
+        if needed is not None and self._tokens_are_independent(inputs):
+            logprob, entropy, aux = self._score_kept(call, inputs, needed)
+            if UNMEASURED in inputs or "d3s_entropy" not in inputs:
+                measured = needed | (mask & ~inputs.get(UNMEASURED, mask))
         else:
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
         assert entropy is not None  # TRL's loss always asks for the entropies
         constant = entropy.detach()
         if kept is None:
-            chosen = self._choose_tokens(constant, inputs["advantages"], mask)
+            candidates = self._prefixes(inputs, mask) if PREFIX in inputs else mask
+            chosen = self._choose_tokens(constant, inputs["advantages"], candidates)
             kept, threshold = chosen.mask, chosen.threshold
+            weight = 1 if chosen.weight is None else chosen.weight
         head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
         unknown = mask & ~measured
@@ -157,7 +181,7 @@ class ChoosesTokens(Scoring):
                 if "d3s_tokens_kept" in inputs:
                     totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
                 policy, bonus = gradient_weights(self.loss_type, kept, inputs.get("d3s_trusted", mask), totals)
-            select = only_through(kept, policy * inputs.get("d3s_weight", 1))
+            select = only_through(kept, policy * weight)
 
             def hook(gradient: Tensor) -> Tensor:
                 self._gradient_was_selected = True
@@ -165,28 +189,14 @@ class ChoosesTokens(Scoring):
 
             logprob.register_hook(hook)  # type: ignore[no-untyped-call]
             if entropy.requires_grad:
+                bonus = bonus * inputs.get(PREFIX_WEIGHT, 1)
                 entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]
         return logprob, entropy, aux
 
-    def _tokens_are_independent(self, inputs: Batch) -> bool:
-        """Returns whether each token's gradient depends only on the token's own log-probability. If so, dropped tokens
-        need not be scored.
-        """
-        return bool(
-            self.importance_sampling_level == "token"
-            and not self._espo
-            and self.loss_type != "vespo"
-            and self.beta == 0
-            and self.off_policy_mask_threshold is None
-            and not self._entropy_bonus_enabled
-            and not self.aux_loss_enabled
-            and "num_images" not in inputs
-        )
-
     def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
-        """Scores only the kept tokens. The forward has only the rows with a kept token, up to the last column with a
-        kept token. All other tokens get the values of earlier passes. If no token is kept, the first row is still
-        scored, because all processes must take part in the forward of a sharded model.
+        """Scores only the ``kept`` tokens. The forward has only the rows with a kept token, up to the last column with
+        one. All other tokens get the values of earlier passes. If no token is kept, the first row is still scored,
+        because all processes must take part in the forward of a sharded model.
         """
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
@@ -214,7 +224,11 @@ class ChoosesTokens(Scoring):
             earlier = torch.where(kept, 0.0, earlier).to(scored.dtype)
             return earlier.index_add(0, place, pad(scored, (0, call.columns - used)))
 
-        return of_all_tokens(logprob, old), of_all_tokens(entropy, inputs["d3s_entropy"]), aux
+        return (
+            of_all_tokens(logprob, old),
+            of_all_tokens(entropy, inputs.get("d3s_entropy", torch.zeros_like(old))),
+            aux,
+        )
 
     def _columns_for(self, last: Tensor, prompt: int, columns: int) -> Tensor:
         """Returns how many of the ``columns`` of completions are forwarded if each row needs those up to its ``last``.
@@ -244,7 +258,7 @@ class ChoosesTokens(Scoring):
             "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
         }  # fmt: skip
-        self._log(token_metrics(totals, threshold, self._budget().token_ratio), weights)
+        self._log(token_metrics(totals, threshold, self._selection.token_share(self._progress)), weights)
         self._just_kept = HostNumber(number)
         return totals[:2].float(), (entropy_kept + entropy_dropped) / number_measured
 

@@ -21,7 +21,7 @@ from ...recorder import Recorded, recording
 from ...rollouts import groups_without_spread
 from ...selection import Selection
 from .._transformers import total_rewards, without_spread
-from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take
+from .batch import DRAWS, SETS, Batch, joined, keep_rollouts, loss_mask, take
 from .columns import trimmed
 from .config import D3SConfig
 from .head import OurHead, OverSets, check_head, d3s_head
@@ -186,6 +186,7 @@ class D3STrainer(DividesRows):
             batch |= self._postponed(OLD, batch)
         if self._tokens_before_update:
             self._choose_tokens_of_batch(batch)
+        batch.pop(DRAWS, None)
         return batch
 
     def _scored(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Iterable[str]]:
@@ -263,7 +264,9 @@ class D3STrainer(DividesRows):
         return without_spread(rewards, self.reward_weights, self.num_generations, separately)
 
     def _keep_rollouts(self, batch: Batch) -> Batch:
-        """Chooses the rollouts. Returns a batch of only the kept rows, with the same number of rows on each process."""
+        """Chooses the rollouts, and where to cut them. Returns a batch of only the kept rows, with the same number of
+        rows on each process.
+        """
         accelerator, own_advantages = self.accelerator, batch["advantages"]
         if own_advantages.dim() != 1:
             shape, rows = list(own_advantages.shape), len(own_advantages)
@@ -287,11 +290,15 @@ class D3STrainer(DividesRows):
         # There are no rewards if a subclass computes advantages in another way.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
+        if self._selection.cuts:
+            batch[DRAWS] = self._draws_of_rollouts(own_advantages)
         if not keeps_all:  # if all are kept, no row moves, and no host sync is needed
             if self.args.advantages_from == "kept":
                 anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
                 batch["advantages"] = anew.view(ranks, -1)[here]
             batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
+        if self._selection.cuts and self.args.off_policy_rule == "none":  # before the passes, which then forward less
+            self._cut_sequences(batch, loss_mask(batch).bool())
         if not keeps_all or self.args.refill:
             may_cut = self._may_cut(batch["prompt_mask"].shape[1] + batch["completion_mask"].shape[1])
             batch = trimmed(batch, self.pad_to_multiple_of, may_cut)

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from ...denominators import DENOMINATORS
 from ...metrics import padding_metrics
-from .batch import Batch, concatenated, take
+from .batch import PREFIX, Batch, concatenated, take
 from .columns import MayCut, all_trimmed, divided_by_work, last_columns, limit_of_columns, row_lengths
 from .tokens import ChoosesTokens
 
@@ -115,11 +115,11 @@ class DividesRows(ChoosesTokens):
         return self._may_cut(columns)
 
     def _last_needed(self, batch: Batch) -> Tensor | None:
-        """Returns, for each row, the number of columns up to its last kept token, if the other tokens are not computed;
-        otherwise None.
+        """Returns, for each row, the number of columns up to its last kept token, or up to its cut, if the other tokens
+        are not computed; otherwise None.
         """
-        known = "d3s_kept" in batch and self._tokens_are_independent(batch)
-        return last_columns(batch["d3s_kept"]) if known else None
+        needed = batch.get("d3s_kept", batch.get(PREFIX))
+        return last_columns(needed) if needed is not None and self._tokens_are_independent(batch) else None
 
     def _forwarded(self, part: Batch, lengths: Tensor, last: Tensor | None) -> Tensor:
         """Returns int64 ``[2]``: how many tokens, and how many positions, the forward of a micro-batch has."""
