@@ -138,7 +138,7 @@ def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> 
     return reference.select_tokens(found["entropy"], **options)._replace(entropy=exact)
 
 
-_SELECTION = {"mask": equal, "entropy": entropy, "count": equal, "threshold": equal}
+_SELECTION = {"mask": equal, "entropy": entropy, "count": equal, "threshold": equal, "weight": near(0, 1e-6)}
 
 FUNCTIONS: dict[str, Row] = {
     "entropy": Row(reference.entropy, {"entropy": entropy}, {"logits": gradient_of_logits}),
@@ -153,6 +153,9 @@ FUNCTIONS: dict[str, Row] = {
     "topk_mask": Row(reference.topk_mask, {"mask": equal}),
     "select_tokens": Row(reference.select_tokens, _SELECTION),
     "select_tokens_from_logits": Row(from_logits, _SELECTION, from_found=True),
+    "random_prefixes": Row(
+        reference.random_prefixes, {"mask": equal, "weight": near(0, 1e-6), "count": equal}
+    ),
     "compact": Row(reference.compact, {"indices": equal, "count": equal}),
     "group_advantages": Row(reference.group_advantages, {"advantages": near(1e-9, 2**-22)}),
     "groups_without_spread": Row(reference.groups_without_spread, {"same": equal}),

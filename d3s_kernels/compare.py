@@ -179,7 +179,7 @@ def compare_here(
     exact_args |= {name: arguments[name].detach().double().requires_grad_() for name in leaves}
     found = dict(zip(row.results, called(call, args), strict=True))
     if row.from_found:
-        exact_args["found"] = {name: result.to(home) for name, result in found.items()}
+        exact_args["found"] = {name: result.to(home) for name, result in found.items() if result is not None}
     exact = dict(zip(row.results, called(row.means, exact_args), strict=True))
     rules, known = dict(row.results), dict(arguments)
     with_gradient = [name for name, result in found.items() if leaves and result.requires_grad]

@@ -38,6 +38,13 @@ class TokenSelection(NamedTuple):
     entropy: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     threshold: Tensor
+    weight: Tensor | None = None
+
+
+class Prefixes(NamedTuple):
+    mask: Tensor
+    weight: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
 
 
 # ---- vocabulary: logits [..., V] -> one value for each row -----------------------------------------------------------
@@ -188,7 +195,42 @@ def topk_mask(
     return _in_each(_segments(scores, offsets), _highest, flat, usable, k, ratio, drop_zeros).view(scores.shape)
 
 
-TOKEN_RULES = ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile")
+def random_prefixes(
+    mask: Tensor,
+    ratio: float | Tensor = 0.5,
+    *,
+    offsets: Tensor | None = None,
+    draws: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Prefixes:
+    """Cuts each sequence of T tokens after its c-th token, where c is drawn from m, ..., T. Weighs each token before
+    the cut by the inverse of the probability that it is there.
+    """
+    segments, present = _segments(mask, offsets), mask.flatten().bool()
+    kept, weight = torch.zeros_like(present), torch.zeros(present.shape, dtype=torch.float64, device=mask.device)
+    if draws is None:
+        draws = torch.rand(len(segments), dtype=torch.float64, generator=generator)
+    share = round(2 * float(ratio) - 1, 7)  # without rounding errors, as k of a ratio
+    for (begin, end), draw in zip(segments, draws.flatten().tolist(), strict=True):
+        places = [place for place in range(begin, end) if present[place]]
+        total = len(places)
+        least = max(1, math.ceil(round(share * total, 7)))
+        cut = min(least + math.floor(draw * (total - least + 1)), total)
+        for t, place in enumerate(places[:cut], 1):
+            kept[place] = True
+            weight[place] = (total - least + 1) / (total - max(t, least) + 1)
+    return Prefixes(kept.view(mask.shape), weight.float().view(mask.shape), kept.sum())
+
+
+TOKEN_RULES = (
+    "advantage_entropy",
+    "entropy",
+    "advantage",
+    "random",
+    "entropy_quantile",
+    "prefix",
+    "prefix_advantage_entropy",
+)
 
 
 def select_tokens(
@@ -210,6 +252,17 @@ def select_tokens(
     """
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, float(ratio), mask)
+    if rule in ("prefix", "prefix_advantage_entropy"):
+        present = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask
+        cut = random_prefixes(present, ratio if rule == "prefix" else 0.5, offsets=offsets, generator=generator)
+        if rule == "prefix":
+            entropy_or_one, ratio = torch.ones_like(entropy), 1.0
+            advantages = torch.ones(()) if advantages is None else advantages
+        else:
+            entropy_or_one = entropy
+        options: dict[str, Any] = {"mask": cut.mask, "offsets": offsets, "scope": scope, "drop_zeros": drop_zeros}
+        before = select_tokens(entropy_or_one, advantages, ratio, **options)
+        return before._replace(entropy=entropy, weight=torch.where(before.mask, cut.weight, 0.0))
     if rule == "random":
         scores = _random_scores(entropy, generator)
     elif rule == "entropy":

@@ -14,7 +14,6 @@ from torch import Tensor
 from ._across_ranks.rollouts import most_varied
 from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
 from ._groups import ranks_of
-from ._selection.rules import PREFIX_RULES
 from .prefixes import Prefixes, random_prefixes
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -274,7 +273,7 @@ class Selection:
     @property
     def cuts(self) -> bool:
         """Whether ``token_rule`` cuts sequences at random: then call :meth:`prefixes` before the forward."""
-        return self.options.token_rule in PREFIX_RULES
+        return self.options.token_rule in ("prefix", "prefix_advantage_entropy")
 
     def prefixes(
         self,

@@ -208,6 +208,9 @@ def select_tokens(
     """
     if rule in PREFIX_RULES:
         if not isinstance(mask, Prefixes):
+            require_tensors(entropy=entropy)
+            if entropy.dim() == 0:
+                raise ValueError("entropy: got a 0-d tensor; takes [..., T], or [N] with offsets")
             mask = random_prefixes(
                 torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask,
                 ratio if rule == "prefix" else 0.5, offsets=offsets, generator=generator,

@@ -49,6 +49,7 @@ takes(d3s.select_tokens, entropy=FLAT, advantages=FLAT, ratio=SHARE, scope="sequ
 quantile = {"ratio": 0.5, "rule": "entropy_quantile"}
 takes(d3s.select_tokens, "TRL's quantile", entropy=VALUES, advantages=None, mask=MASK, **quantile)
 takes(d3s.select_tokens_from_logits, logits=LOGITS, advantages=torch.tensor([1.0, -2.0]), ratio=0.5, mask=MASK)
+takes(d3s.random_prefixes, mask=MASK, draws=torch.tensor([0.4, 0.1]))
 takes(d3s.compact, mask=MASK, capacity=5)
 takes(d3s.max_variance_select, values=FLAT, keep=ONE, **RAGGED)
 takes(d3s.select_rollouts, advantages=VALUES, keep=1, mask=MASK)

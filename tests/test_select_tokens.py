@@ -213,7 +213,7 @@ def test_long_ragged_batch(per: str) -> None:
 
 def test_selections_have_no_gradient() -> None:
     logits = random_logits(2, 5, 30).requires_grad_()
-    for tensor in select_tokens_from_logits(logits, torch.ones(2, requires_grad=True), 0.5):
+    for tensor in select_tokens_from_logits(logits, torch.ones(2, requires_grad=True), 0.5)[:4]:
         assert not tensor.requires_grad
     row_entropy = entropy(logits)
     for rule in ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"):

@@ -107,7 +107,7 @@ def test_nothing_waits_for_the_device() -> None:
     given = selection()
     with FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(value) for name, value in given.items() if isinstance(value, Tensor)}
-        tokens = d3s.TokenSelection(*map(mode.from_tensor, given["tokens"]))
+        tokens = d3s.TokenSelection(*map(mode.from_tensor, given["tokens"][:4]))
         selection_metrics(**given | fakes | {"tokens": tokens})
         with pytest.raises(Exception, match=r"aten\._local_scalar_dense"):
             bool(fakes["rewards"].sum() > 0)

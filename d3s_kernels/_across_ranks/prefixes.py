@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._groups import ranks_of
 from .._segments.segments import segments_of
-from ..prefixes import Prefixes, cut_at, drawn, prefix_arguments
+from .._selection.prefixes import cut_at, drawn, prefix_arguments
 from .agreement import Layout, agree
 from .tokens import pieces_of
 
@@ -22,7 +22,8 @@ def random_prefixes(
     process_group: dist.ProcessGroup | DeviceMesh,
     placement: str,
     offsets: Tensor | None,
-) -> Prefixes:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the fields of :class:`d3s_kernels.Prefixes`."""
     ranks, layout = ranks_of(process_group), Layout(process_group, placement, offsets)
 
     def check() -> tuple[Tensor, Tensor]:
@@ -51,5 +52,5 @@ def random_prefixes(
 
     if not whole:  # the ranks have pieces of the same sequences
         numbers = ranks.gather(numbers)[0]
-    cut = cut_at(present, share, segments, numbers, of_all_ranks)
-    return cut._replace(count=ranks.add_(cut.count))
+    kept, weight, count = cut_at(present, share, segments, numbers, of_all_ranks)
+    return kept, weight, ranks.add_(count)

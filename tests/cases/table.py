@@ -35,6 +35,7 @@ _DRAWN: Mapping[str, DrawArguments] = {
     "group_advantages": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "groups_without_spread": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "select_tokens": tokens.token_rules,
+    "random_prefixes": tokens.random_prefixes,
     "select_rollouts": rollouts.rollout_rules,
 }
 if forgotten := _exact.FUNCTIONS.keys() - OPS.keys() - _DRAWN.keys():

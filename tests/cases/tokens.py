@@ -15,6 +15,7 @@ from .meaning import public, public_arguments, step
 from .row import Arguments, op
 
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
+PREFIX_RATIOS = (0.5, 0.55, 0.7, 0.75, 1.0)
 _COUNTS = 2048  # the largest number of counts of a segment: one for each value of a digit
 _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
@@ -46,7 +47,8 @@ def _advantages(draw: Draw, tokens: tuple[int, ...], offsets: Tensor | None) -> 
 
 
 def with_rule(draw: Draw, given: Arguments, rule: str) -> Arguments:
-    generator = {"generator": torch.Generator().manual_seed(draw.integer(0, 2**31))} if rule == "random" else {}
+    draws = rule == "random" or rule.startswith("prefix")
+    generator = {"generator": torch.Generator().manual_seed(draw.integer(0, 2**31))} if draws else {}
     return given | {"rule": rule} | generator
 
 
@@ -84,13 +86,24 @@ def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
     """The arguments of the public function select_tokens, with the given rule, or with a random one."""
     rule = rule or draw.choice(reference.TOKEN_RULES)
     given = with_rule(draw, public_arguments("select_tokens", select_tokens(draw)), rule)
+    if rule == "prefix":
+        given["ratio"] = draw.choice(PREFIX_RATIOS)
     # This rule takes the quantile over the whole batch, and does not keep an exact number of tokens.
     return given | ({"scope": "batch", "drop_zeros": False} if rule == "entropy_quantile" else {})
 
 
+def random_prefixes(draw: Draw) -> Arguments:
+    """The arguments of the public function of this name."""
+    shape, offsets = draw.segments()
+    sequences = math.prod(shape[:-1]) if offsets is None else len(offsets) - 1
+    mask = torch.rand(shape, generator=draw.generator()) < draw.choice((0.5, 0.9, 0.0, 1.0))
+    given = {"mask": draw.laid_out(mask), "offsets": offsets, "ratio": draw.choice(PREFIX_RATIOS)}
+    return given | {"draws": torch.rand(sequences, generator=draw.generator())}
+
+
 @op(
-    lambda **given: _exact.from_logits(**public_arguments("select_tokens_from_logits", given)),
-    results=_exact.FUNCTIONS["select_tokens_from_logits"].results,
+    lambda **given: _exact.from_logits(**public_arguments("select_tokens_from_logits", given))[:4],
+    results=dict(list(_exact.FUNCTIONS["select_tokens_from_logits"].results.items())[:4]),  # the op has no weights
     from_found=True,
 )
 def select_tokens_from_logits(draw: Draw) -> Arguments:

@@ -110,7 +110,7 @@ def _rollouts(rule: str, rewards: Tensor) -> tuple[Tensor, ...]:
 
 
 def _tokens(rule: str, rewards: Tensor) -> tuple[Tensor, ...]:
-    return tuple(d3s.select_tokens(rewards / 3, rewards[:, 0], 0.3, rule=rule)[::2])
+    return tuple(d3s.select_tokens(rewards / 3, rewards[:, 0], 0.3, rule=rule)[:3:2])
 
 
 def _among_ranks(rewards: Tensor) -> tuple[Tensor, ...]:

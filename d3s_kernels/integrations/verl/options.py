@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..._selection.rules import TOKENS
 from ...selection_options import (
     ALPHA,
     FLAG,
@@ -48,7 +47,11 @@ class PolicyLossOptions:
 
     base_loss: str = option("vanilla", "the policy loss of all tokens that d3s wraps", _BASE)
     token_ratio: float = option(0.20, "the share of a micro-batch's tokens that gets a gradient", RATIO)
-    token_rule: TokenRule = option("advantage_entropy", "by what tokens are ranked", one_of(*TOKENS))
+    token_rule: TokenRule = option(
+        "advantage_entropy",
+        "by what tokens are ranked",
+        one_of(*(rule for rule in get_args(TokenRule) if not rule.startswith("prefix"))),
+    )
     token_scope: TokenScope = option("batch", "of the micro-batch, or of each sequence", one_of(*get_args(TokenScope)))
     drop_zeros: bool = option(False, "leave tokens of score 0 out", FLAG)
 
