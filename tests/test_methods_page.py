@@ -169,6 +169,23 @@ def test_lines_of_tokens_in_sequences() -> None:
     assert not drawn.mask[~values["mask"]].any()
 
 
+def test_lines_of_prefixes() -> None:
+    values = names_of_tokens() | {"ratio": 0.75}
+    position = values["mask"].cumsum(-1)
+    for found in (run("NAT, random prefixes", values), run("NAT, before the forward", values)):
+        for row, weights, mask, t in zip(found.mask, found.weight, values["mask"], position, strict=True):
+            total, cut = int(mask.sum()), int(row.sum())
+            least = max(1, -(-total // 2))
+            assert least <= cut <= total
+            assert torch.equal(row, mask & (t <= cut))
+            expected = (total - least + 1) / (total - t.clamp(min=least) + 1)
+            torch.testing.assert_close(weights, torch.where(row, expected, 0.0))
+    best = run("NAT and D3S", values)
+    score = (values["advantages"].abs().unsqueeze(-1) * values["entropy"]).masked_fill(best.weight == 0, -1)
+    assert torch.equal(best.mask, pooled(score, int(best.count)))
+    assert ((best.weight >= 1) == best.mask).all()
+
+
 def test_the_line_of_the_advantage_alone() -> None:
     """The sequences with the largest |A|, each from its first token on."""
     values = names_of_tokens()
