@@ -10,7 +10,7 @@ from .micro_batches import MicroBatch, micro_batches
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
-from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts
+from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts, variance_mass
 from .sampling import SamplingMask
 from .sampling_rules import sampling_mask_from_logits
 from .schedule import Budget, DownSamplingSchedule
@@ -63,4 +63,5 @@ __all__ = [
     "synchronize_checks",
     "topk_mask",
     "trusted_tokens",
+    "variance_mass",
 ]

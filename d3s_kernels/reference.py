@@ -365,6 +365,30 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
     return torch.tensor(same, dtype=torch.bool).view(rewards.shape[:-1] if offsets is None else -1)
 
 
+def variance_mass(rewards: Tensor, share: float, *, offsets: Tensor | None = None) -> Tensor:
+    """Marks the fewest groups whose variances add up to the share of the sum over all groups.
+
+    In the order of descending variances, neighbours that differ by at most 1e-5 tie. The share counts as reached if at
+    most 1e-5 of it is missing. Groups without spread have the variance 0 and are never marked.
+    """
+    flat, variances = rewards.double().flatten(), []
+    for begin, end in _segments(rewards, offsets):
+        finite = flat[begin:end][flat[begin:end].isfinite()]
+        same = _without_spread(finite, _rounding(rewards.dtype))
+        variances.append(0.0 if same else float(finite.var(correction=0)))
+    ties: list[list[int]] = []
+    for group in sorted(range(len(variances)), key=lambda group: -variances[group]):
+        if not ties or variances[group] < variances[ties[-1][-1]] * (1 - 1e-5):
+            ties.append([])
+        ties[-1].append(group)
+    marked, reached = torch.zeros(len(variances), dtype=torch.bool), 0.0
+    for group in (group for tie in ties for group in sorted(tie)):
+        if variances[group] > 0 and (share == 1 or reached < share * (1 - 1e-5) * math.fsum(variances)):
+            marked[group] = True
+            reached += variances[group]
+    return marked.view(rewards.shape[:-1] if offsets is None else -1)
+
+
 def _std(values: Tensor, ddof: int) -> Tensor:
     scored = values[~values.isnan()]
     freedom = len(scored) - ddof

@@ -34,6 +34,7 @@ _DRAWN: Mapping[str, DrawArguments] = {
     "logprob_entropy": lambda draw: vocabulary.with_labels(draw, vocabulary.rows_of_logits(draw)),
     "group_advantages": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "groups_without_spread": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
+    "variance_mass": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "select_tokens": tokens.token_rules,
     "select_rollouts": rollouts.rollout_rules,
 }
