@@ -11,10 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._across_ranks.rollouts import most_varied
+from ._across_ranks.rollouts import Layout, most_varied
+from ._across_ranks.rollouts import variance_mass as variance_mass_of_ranks
 from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
 from ._groups import ranks_of
-from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
+from .rollouts import (
+    RolloutRule,
+    Scale,
+    Scope,
+    by_variance,
+    checked_rewards,
+    group_advantages,
+    groups_without_spread,
+    select_rollouts,
+    variances,
+)
 from .schedule import Budget, DownSamplingSchedule
 from .selection_options import (
     PREFIX,
@@ -118,7 +129,7 @@ class Selection:
 
     def number_of_rollouts(self, progress: float, groups: int, n: int, multiple_of: int = 1) -> tuple[int, int]:
         """Returns two totals over ``groups`` groups of ``n`` rollouts: the number of rollouts that the budget asks for,
-        and the number that :meth:`rollouts` keeps if all advantages are finite.
+        and the number that :meth:`rollouts` keeps if all advantages are finite and no group is left out.
         """
         asked = self.budget(progress, n).rollouts * groups
         return asked, rounded(asked, groups * n, multiple_of)
@@ -131,6 +142,7 @@ class Selection:
         groups: Iterable[Hashable] | Tensor | None = None,
         group_size: int | None = None,
         has_tokens: Tensor | None = None,
+        rewards: Tensor | None = None,
         multiple_of: int = 1,
         ranks: int | None = None,
         generator: torch.Generator | None = None,
@@ -138,6 +150,11 @@ class Selection:
     ) -> Tensor:
         """Marks the rollouts to train on. This calls :func:`d3s_kernels.selection.choose_rollouts` with the options'
         rule and scope, and with the budget's number of rollouts.
+
+        With the option ``group_variance_mass``, rollouts are chosen only from the groups that
+        :func:`d3s_kernels.variance_mass` marks, and the budget's number is for each of these groups. If they have
+        fewer rollouts than ``multiple_of``, the groups with the next lower variances are added. So at least one group
+        remains, even if no group has a spread. The host reads which groups remain: a host sync on a GPU.
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
@@ -150,6 +167,8 @@ class Selection:
             has_tokens: bool, the shape of ``advantages``: whether the rollout has a token in the loss. A rollout
                 without such a token (for example, a truncated rollout) teaches nothing, so its advantage is replaced:
                 with the rule "highest" by a value below all other advantages, with all other rules by 0.
+            rewards: the shape of ``advantages``; required by the option ``group_variance_mass``, else not read. The
+                variances of advantages would not do: after the division by the deviation, all groups vary alike.
             multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``. If too
                 few rollouts have a finite advantage, it is rounded down.
             ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
@@ -166,7 +185,8 @@ class Selection:
             bool, the shape of ``advantages``.
 
         Raises:
-            ValueError: fewer rollouts with a finite advantage than ``multiple_of``; a wrong shape.
+            ValueError: fewer rollouts with a finite advantage than ``multiple_of``; a wrong shape; the option
+                ``group_variance_mass`` without rewards, or with ``ranks``: a rank may have no group left.
 
         Example:
             >>> import torch, d3s_kernels as d3s
@@ -188,16 +208,58 @@ class Selection:
             group_size = group_size or max(Counter(groups).values(), default=2)
         keep = self.budget(progress, group_size or advantages.shape[-1]).rollouts
         generator = generator if rule == "random" else None
+        if process_group is not None and (multiple_of != 1 or ranks is not None or groups is not None):
+            raise ValueError("process_group: takes [groups, n] without groups, multiple_of and ranks beside it")
+        rows: Tensor | None = None
+        among = advantages
+        if self.options.group_variance_mass is not None:
+            if ranks is not None:
+                raise ValueError(
+                    f"ranks: got {ranks} with group_variance_mass; takes None: a rank may have no group left"
+                )
+            rows = self._rows_of_mass(advantages, rewards, groups, multiple_of, process_group)
+            among, groups = advantages[rows], groups and [groups[row] for row in rows.tolist()]
         if process_group is None:
-            return choose_rollouts(
-                advantages, keep, rule=rule, scope=scope, groups=groups, multiple_of=multiple_of, ranks=ranks,
+            kept = choose_rollouts(
+                among, keep, rule=rule, scope=scope, groups=groups, multiple_of=multiple_of, ranks=ranks,
                 generator=generator,
             )  # fmt: skip
-        if multiple_of != 1 or ranks is not None or groups is not None:
-            raise ValueError("process_group: takes [groups, n] without groups, multiple_of and ranks beside it")
-        return select_rollouts(
-            advantages, keep, rule=rule, scope=scope, generator=generator, process_group=process_group
-        )
+        else:
+            kept = select_rollouts(
+                among, keep, rule=rule, scope=scope, generator=generator, process_group=process_group
+            )
+        return kept if rows is None else torch.zeros_like(advantages, dtype=torch.bool).index_copy(0, rows, kept)
+
+    def _rows_of_mass(
+        self,
+        advantages: Tensor,
+        rewards: Tensor | None,
+        labels: list[Hashable] | None,
+        at_least: int,
+        process_group: ProcessGroup | DeviceMesh | None,
+    ) -> Tensor:
+        """Returns the indices of the rows of ``advantages`` that ``group_variance_mass`` leaves: of groups or, with
+        labels, of rollouts.
+        """
+        share = self.options.group_variance_mass
+        assert share is not None
+        if rewards is None or rewards.shape != advantages.shape:
+            got = "None" if rewards is None else f"shape {list(rewards.shape)}"
+            raise ValueError(
+                f"rewards: got {got} with group_variance_mass; takes the shape of advantages, {list(advantages.shape)}"
+            )
+        if process_group is not None:
+            layout = Layout(process_group, "whole", None)
+            return variance_mass_of_ranks(rewards, share, layout, at_least).nonzero()[:, 0]
+        rewards, places = checked_rewards(rewards, None), None
+        if labels is not None:
+            rewards, places = in_groups(rewards, labels)
+            advantages, _ = in_groups(advantages, labels)
+        found = by_variance(variances(rewards), share)
+        finite = advantages.isfinite().sum(dim=1)[found.order].cumsum(0)
+        needed = torch.maximum(found.number, (finite < at_least).sum() + 1)
+        marked = found._replace(number=needed).marked()
+        return (marked if places is None else marked[places // rewards.shape[1]]).nonzero()[:, 0]
 
     def advantages(
         self,

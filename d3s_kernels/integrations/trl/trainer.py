@@ -274,20 +274,22 @@ class D3STrainer(DividesRows):
         everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one collective
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
         _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
-        keeps_all = number == advantages.numel()
+        rewards, self._rewards = self._rewards, None
+        keeps_all = number == advantages.numel() and self.args.group_variance_mass is None
         if keeps_all:
             kept = torch.ones_like(lengths, dtype=torch.bool)
         else:
             moves = ranks == 1 or not bool(everyones[:, -1].any())  # rows with images do not move between ranks
             kept = self._selection.rollouts(
                 advantages, self._progress, has_tokens=lengths > 0, multiple_of=self._multiple,
+                rewards=None if rewards is None else total_rewards(rewards, self.reward_weights).view(-1, n),
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
-        rewards, self._rewards = self._rewards, None
         # There are no rewards if a subclass computes advantages in another way.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
-        self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
-        if not keeps_all:  # if all are kept, no row moves, and no host sync is needed
+        asked = self._budget().rollouts / n
+        self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, kept.any(dim=1), asked))
+        if not keeps_all:  # otherwise no row moves, and no host sync is needed
             if self.args.advantages_from == "kept":
                 anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
                 batch["advantages"] = anew.view(ranks, -1)[here]

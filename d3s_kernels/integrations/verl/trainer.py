@@ -225,7 +225,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         advantages = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
         advantages = advantages.masked_fill(table.isnan(), torch.nan)
         n = self.config.actor_rollout_ref.rollout.n
-        kept = self._selection.rollouts(advantages, self._progress, group_size=n, generator=self._draws("rollouts"))
+        kept = self._selection.rollouts(
+            advantages, self._progress, rewards=table, group_size=n, generator=self._draws("rollouts")
+        )
+        groups_kept = kept.any(dim=1)
         kept, advantages = kept.flatten()[places], advantages.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
@@ -238,9 +241,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
         tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
-        metrics.update(
-            _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
-        )
+        asked, without_spread = self._budget.rollouts / n, groups_without_spread(table)
+        metrics.update(_numbers(rollout_metrics(kept, lengths, without_spread, groups_kept, asked)))
         # verl's own metrics cover only the kept rollouts, whose scores are extreme. So the mean score of all rollouts
         # is logged too.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
