@@ -9,6 +9,7 @@ from .heads import lm_head
 from .micro_batches import MicroBatch, micro_batches
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
+from .prefixes import shared_tokens
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts, variance_mass
 from .sampling import SamplingMask
@@ -60,6 +61,7 @@ __all__ = [
     "select_tokens",
     "select_tokens_from_logits",
     "selection_page",
+    "shared_tokens",
     "synchronize_checks",
     "topk_mask",
     "trusted_tokens",

@@ -33,6 +33,11 @@ OFF_POLICY_SHARE = "d3s/off_policy_share"
 logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
 """
 
+SHARED_SHARE = "d3s/shared_share"
+"""The name of one more metric: the share of the kept rollouts' tokens that ``drop_shared_tokens`` leaves out. It is
+logged if this option is on.
+"""
+
 LARGEST = "d3s/largest_micro_batch"  # the log of several updates has the largest value, not the mean
 PADDING_NAMES = {
     "d3s/padding": "share of the forwarded positions that are padding",

@@ -12,8 +12,8 @@ Scores are float32, as in the ops, so that the same scores tie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -325,6 +325,35 @@ def _highest(
     if drop_zeros:  # zeros are counted in k, and then dropped
         kept = kept[scores[kept] != 0]
     return torch.zeros_like(usable).index_fill(0, kept, True)
+
+
+def shared_tokens(
+    token_ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Marks the longest beginning and the longest end that a response with a negative advantage shares with any right
+    response of its group. The end of a pair is of what its beginning leaves of the shorter response.
+    """
+    flat, present = token_ids.flatten(), _usable(token_ids.float(), mask)
+    responses = [begin + present[begin:end].nonzero().flatten() for begin, end in _segments(token_ids, offsets)]
+    group_of = groups or [place // advantages.shape[1] for place in range(len(responses))]
+    marked = torch.zeros_like(present)
+    for wrong, right in product(range(len(responses)), repeat=2):
+        one, other = flat[responses[wrong]].tolist(), flat[responses[right]].tolist()
+        of_both = advantages.flatten()[[wrong, right]].tolist()
+        if group_of[wrong] == group_of[right] and of_both[0] < 0 < of_both[1]:
+            first = last = 0
+            while first < min(len(one), len(other)) and one[first] == other[first]:
+                first += 1
+            while last < min(len(one), len(other)) - first and one[-1 - last] == other[-1 - last]:
+                last += 1
+            marked[responses[wrong][:first]] = True
+            marked[responses[wrong][len(one) - last :]] = True
+    return marked.view(token_ids.shape)
 
 
 # ---- rollouts: groups of rewards or advantages -----------------------------------------------------------------------

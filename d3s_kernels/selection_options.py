@@ -200,13 +200,6 @@ class SelectionOptions:
         "subset that PODS picks).",
         one_of(*get_args(Scope)),
     )
-    group_variance_mass: float | None = option(
-        None,
-        "Keep rollouts only of the fewest groups that have this share of the variance of all rewards (RAGEN-2), as "
-        "many of each as before. 1 leaves out the groups whose rewards are all equal. None: all groups; see "
-        "d3s_kernels.variance_mass.",
-        SHARE,
-    )
     token_rule: TokenRule = option(
         "advantage_entropy",
         "By what tokens are ranked: |advantage| x entropy (D3S), 'entropy' (80/20), |'advantage'|, or at 'random' "
@@ -241,6 +234,19 @@ class SelectionOptions:
     )
     off_policy_low: float | None = option(None, "The rule's lower bound, for a ratio. None: its default.", BOUND)
     off_policy_high: float | None = option(None, "The rule's upper bound. None: its default.", BOUND)
+    group_variance_mass: float | None = option(
+        None,
+        "Keep rollouts only of the fewest groups that have this share of the variance of all rewards (RAGEN-2), as "
+        "many of each as before. 1 leaves out the groups whose rewards are all equal. None: all groups; see "
+        "d3s_kernels.variance_mass.",
+        SHARE,
+    )
+    drop_shared_tokens: bool = option(
+        False,
+        "Leave out the tokens of responses with a negative advantage that a right response of the same group begins or "
+        "ends with too (GTPO): see d3s_kernels.shared_tokens. The share of tokens is of the others.",
+        FLAG,
+    )
 
 
 def rollouts_of(given: float, group_size: int) -> int:

@@ -47,6 +47,13 @@ class TrustedTokens(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     """int64, 0-d: the number of trusted tokens."""
 
+    def only(self, tokens: Tensor) -> TrustedTokens:
+        """Returns the trusted tokens that are among ``tokens``, bool of the shape of ``mask``. The count is then the
+        number on this rank only.
+        """
+        left = self.mask & tokens
+        return TrustedTokens(left, self.weight * left, left.sum())
+
 
 class Row(NamedTuple):
     """A rule: the measure of a token, computed from the logarithms of p and q in float64, and the bounds on the

@@ -59,6 +59,7 @@ takes(d3s.variance_mass, rewards=FLAT, share=0.5, offsets=OFFSETS)
 takes(d3s.importance_ratio, logprob=VALUES, old_logprob=VALUES, mask=MASK, groups=GROUPS, level="entropy_group")
 opsm = {"rule": "opsm", "high": 0.1, "advantages": FLAT}
 takes(d3s.trusted_tokens, logprob=FLAT, sampling_logprob=FLAT / 2, **opsm, **RAGGED)
+takes(d3s.shared_tokens, token_ids=LABELS, advantages=LABELS[:, :1].float(), mask=MASK)
 takes(d3s.entropy_groups, entropy=FLAT, **RAGGED)
 takes(d3s.adaptive_clip, entropy=VALUES, groups=GROUPS, mask=MASK, vocab_size=9)
 takes(d3s.sampling_mask_from_logits, logits=LOGITS, top_k=2)
