@@ -21,7 +21,16 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from ...metrics import OFF_POLICY_SHARE, rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
+from ...metrics import (
+    OFF_POLICY_SHARE,
+    SHARED_SHARE,
+    rollout_metrics,
+    set_metrics,
+    set_sums,
+    token_metrics,
+    token_sums,
+)
+from ...prefixes import shared_tokens
 from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
 from ...selection import Selection, in_groups
@@ -62,6 +71,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._tokens_are_chosen = False  # whether this step has chosen its tokens
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
+        self._shared: dict[str, Tensor] = {}  # with drop_shared_tokens, which tokens of the rows are shared, by key
 
     @property
     def _progress(self) -> float:
@@ -174,6 +184,13 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         left, total = (trusted.mask if ruled else mask).sum(), loss_mask.sum()
         if ruled or left != total:  # verl's rollout correction may have rejected tokens
             metrics[OFF_POLICY_SHARE] = float(1 - left / total)
+        if self.d3s.drop_shared_tokens:
+            lengths = zip(batch.keys, offsets.diff().tolist(), strict=True)  # padding rows have no shared tokens
+            others = ~torch.cat([self._shared.get(key, torch.zeros(length).bool()) for key, length in lengths])
+            metrics[SHARED_SHARE] = float((mask.bool() & ~others).sum() / total)
+            trusted = trusted.only(others) if ruled else trusted & others
+            advantages = advantages * others
+            fields["advantages"] = advantages
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
         )
@@ -214,7 +231,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Chooses the rollouts. Removes the dropped rows from the returned batch and from verl's storage."""
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
-        data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
+        names = ["uid", "rm_scores", "response_mask", *(["responses"] if self.d3s.drop_shared_tokens else [])]
+        data = tq.kv_batch_get(select_fields=names, **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
         rollouts = sessions(batch.keys)
         last = [rows[-1] for rows in rollouts]  # the last output of a rollout has its reward
@@ -234,6 +252,14 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         if not chosen:
             raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
 
+        if self.d3s.drop_shared_tokens:
+            order = [row for rows in rollouts for row in rows]
+            ids, masks = (data[name].unbind() for name in ("responses", "response_mask"))
+            ends = torch.tensor([0, *(sum(len(ids[row]) for row in rows) for rows in rollouts)]).cumsum(0)
+            joined, mask = (torch.cat([part[row] for row in order]) for part in (ids, masks))
+            shared = shared_tokens(joined, advantages, mask, groups=groups, offsets=ends)
+            parts = torch.split(shared, [len(ids[row]) for row in order])
+            self._shared = {batch.keys[row]: part for row, part in zip(order, parts, strict=True)}
         self._advantages = {batch.keys[row]: float(advantages[i]) for i in chosen for row in rollouts[i]}
         dropped = [key for key in batch.keys if key not in self._advantages]
         if dropped:  # verl later clears only the keys of the returned batch
