@@ -17,18 +17,9 @@ from ._arguments import as_bool, is_known, require_scope, require_tensors, whole
 from ._groups import ranks_of
 from ._selection.groups import in_groups as in_groups
 from ._selection.groups import labels_of
+from ._selection.variance import by_variance, checked_rewards, variances
 from .prefixes import shared_tokens
-from .rollouts import (
-    RolloutRule,
-    Scale,
-    Scope,
-    by_variance,
-    checked_rewards,
-    group_advantages,
-    groups_without_spread,
-    select_rollouts,
-    variances,
-)
+from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
 from .selection_options import (
     PREFIX,

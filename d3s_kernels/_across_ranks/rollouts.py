@@ -25,8 +25,8 @@ from .._selection.arguments import (
     select_rollouts_arguments,
 )
 from .._selection.rules import at_most, choose_rollouts, random_scores
+from .._selection.variance import by_variance, checked_rewards, require_share, variances
 from .._together import SegmentArguments
-from ..rollouts import by_variance, checked_rewards, require_share, variances
 from .agreement import Layout as Layout
 from .agreement import agree, require_alike
 
