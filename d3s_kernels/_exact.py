@@ -153,6 +153,7 @@ FUNCTIONS: dict[str, Row] = {
     "topk_mask": Row(reference.topk_mask, {"mask": equal}),
     "select_tokens": Row(reference.select_tokens, _SELECTION),
     "select_tokens_from_logits": Row(from_logits, _SELECTION, from_found=True),
+    "shared_tokens": Row(reference.shared_tokens, {"shared": equal}),
     "compact": Row(reference.compact, {"indices": equal, "count": equal}),
     "group_advantages": Row(reference.group_advantages, {"advantages": near(1e-9, 2**-22)}),
     "groups_without_spread": Row(reference.groups_without_spread, {"same": equal}),

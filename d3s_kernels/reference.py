@@ -341,11 +341,11 @@ def shared_tokens(
     flat, present = token_ids.flatten(), _usable(token_ids.float(), mask)
     responses = [begin + present[begin:end].nonzero().flatten() for begin, end in _segments(token_ids, offsets)]
     group_of = groups or [place // advantages.shape[1] for place in range(len(responses))]
+    ids, advantage = [flat[places].tolist() for places in responses], advantages.flatten().tolist()
     marked = torch.zeros_like(present)
     for wrong, right in product(range(len(responses)), repeat=2):
-        one, other = flat[responses[wrong]].tolist(), flat[responses[right]].tolist()
-        of_both = advantages.flatten()[[wrong, right]].tolist()
-        if group_of[wrong] == group_of[right] and of_both[0] < 0 < of_both[1]:
+        if group_of[wrong] == group_of[right] and advantage[wrong] < 0 < advantage[right]:
+            one, other = ids[wrong], ids[right]
             first = last = 0
             while first < min(len(one), len(other)) and one[first] == other[first]:
                 first += 1

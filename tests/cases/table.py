@@ -37,6 +37,7 @@ _DRAWN: Mapping[str, DrawArguments] = {
     "variance_mass": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "select_tokens": tokens.token_rules,
     "select_rollouts": rollouts.rollout_rules,
+    "shared_tokens": tokens.shared_tokens,
 }
 if forgotten := _exact.FUNCTIONS.keys() - OPS.keys() - _DRAWN.keys():
     raise AssertionError(f"nothing in tests/cases draws the arguments of {', '.join(sorted(forgotten))}")

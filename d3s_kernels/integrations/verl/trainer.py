@@ -181,9 +181,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             fields["advantages"] = advantages
             if weighs(self.d3s.off_policy_rule):
                 fields["rollout_is_weights"] = trusted.weight
-        left, total = (trusted.mask if ruled else mask).sum(), loss_mask.sum()
-        if ruled or left != total:  # verl's rollout correction may have rejected tokens
-            metrics[OFF_POLICY_SHARE] = float(1 - left / total)
+        on_policy, total = trusted.mask if ruled else mask, loss_mask.sum()
+        if ruled or on_policy.sum() != total:  # verl's rollout correction may have rejected tokens
+            metrics[OFF_POLICY_SHARE] = float(1 - on_policy.sum() / total)
         if self.d3s.drop_shared_tokens:
             lengths = zip(batch.keys, offsets.diff().tolist(), strict=True)  # padding rows have no shared tokens
             others = ~torch.cat([self._shared.get(key, torch.zeros(length).bool()) for key, length in lengths])
@@ -205,7 +205,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         else:
             fields |= {"advantages": advantages * kept}
             if ruled and any_kept:
-                fields["response_mask"] = trusted.mask.to(mask.dtype)
+                fields["response_mask"] = on_policy.to(mask.dtype)
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
