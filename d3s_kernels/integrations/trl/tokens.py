@@ -145,7 +145,7 @@ class ChoosesTokens(Scoring):
             chosen = self._choose_tokens(constant, inputs["advantages"], left)
             kept, threshold = chosen.mask, chosen.threshold
         head.kept = HostNumber(kept.sum())
-        totals, mean = self._log_tokens(kept, left, mask, constant, inputs["advantages"], threshold, measured)
+        totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured, left)
         unknown = mask & ~measured
         entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of known entropies
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
@@ -230,8 +230,8 @@ class ChoosesTokens(Scoring):
         return ((prompt + used + multiple - 1) // multiple * multiple - prompt).clamp(max=columns)
 
     def _log_tokens(
-        self, kept: Tensor, left: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor,
-        measured: Tensor,
+        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor,
+        left: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Logs a micro-batch's token metrics. ``measured`` marks the tokens whose entropies are known, which include
         all kept tokens. Mean entropies are over these tokens. Returns two results over all processes: a tensor with the
