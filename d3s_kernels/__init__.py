@@ -9,7 +9,7 @@ from .heads import lm_head
 from .micro_batches import MicroBatch, micro_batches
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
-from .prefixes import shared_tokens
+from .shared_tokens import shared_tokens
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts, variance_mass
 from .sampling import SamplingMask

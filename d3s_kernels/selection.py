@@ -18,7 +18,7 @@ from ._groups import ranks_of
 from ._selection.groups import in_groups as in_groups
 from ._selection.groups import labels_of
 from ._selection.variance import by_variance, checked_rewards, variances
-from .prefixes import shared_tokens
+from .shared_tokens import shared_tokens
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
 from .selection_options import (

@@ -671,7 +671,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared_tokens: a token counts at both ends",
-        "d3s_kernels/prefixes.py",
+        "d3s_kernels/shared_tokens.py",
         "shorter - first",
         "shorter",
         "tests/test_shared_tokens.py",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...heads import read_head
 from ...metrics import SHARED_SHARE, rollout_metrics, set_metrics, set_sums
-from ...prefixes import shared_tokens
+from ...shared_tokens import shared_tokens
 from ...recorder import Recorded, recording
 from ...rollouts import groups_without_spread
 from ...selection import Selection

@@ -30,7 +30,7 @@ from ...metrics import (
     token_metrics,
     token_sums,
 )
-from ...prefixes import shared_tokens
+from ...shared_tokens import shared_tokens
 from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
 from ...selection import Selection, in_groups
