@@ -11,12 +11,13 @@ from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .prefixes import Prefixes, random_prefixes
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
-from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts
+from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts, variance_mass
 from .sampling import SamplingMask
 from .sampling_rules import sampling_mask_from_logits
 from .schedule import Budget, DownSamplingSchedule
 from .selection import Selection
 from .selection_options import SelectionOptions
+from .shared_tokens import shared_tokens
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
 from .trust import TrustedTokens, trusted_tokens
 from .vocabulary import entropy, linear_logprob_entropy, logprob_entropy
@@ -63,7 +64,9 @@ __all__ = [
     "select_tokens",
     "select_tokens_from_logits",
     "selection_page",
+    "shared_tokens",
     "synchronize_checks",
     "topk_mask",
     "trusted_tokens",
+    "variance_mass",
 ]

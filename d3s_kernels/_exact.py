@@ -156,9 +156,11 @@ FUNCTIONS: dict[str, Row] = {
     "random_prefixes": Row(
         reference.random_prefixes, {"mask": equal, "weight": near(0, 1e-6), "count": equal}
     ),
+    "shared_tokens": Row(reference.shared_tokens, {"shared": equal}),
     "compact": Row(reference.compact, {"indices": equal, "count": equal}),
     "group_advantages": Row(reference.group_advantages, {"advantages": near(1e-9, 2**-22)}),
     "groups_without_spread": Row(reference.groups_without_spread, {"same": equal}),
+    "variance_mass": Row(reference.variance_mass, {"groups": equal}),
     "max_variance_select": Row(reference.max_variance_select, {"mask": equal}),
     "select_rollouts": Row(reference.select_rollouts, {"mask": equal}),
     "importance_ratio": Row(

@@ -14,6 +14,7 @@ NAMES = {
     "d3s/rollout_share": "rollouts_kept / number of all rollouts",
     "d3s/rollout_share_asked": "the share of each group's rollouts that the budget asks for",
     "d3s/groups_without_spread": "share of the groups whose rewards are all equal, up to rounding",
+    "d3s/groups_kept": "share of the groups that have a kept rollout",
     "d3s/tokens_not_forwarded": "number of tokens of dropped rollouts; the update does not forward them",
     "d3s/tokens_kept": "number of tokens with a gradient",
     "d3s/token_share": "tokens_kept / number of all tokens of the kept rollouts",
@@ -30,6 +31,11 @@ NAMES = {
 OFF_POLICY_SHARE = "d3s/off_policy_share"
 """The name of one more metric: the share of the kept rollouts' tokens that are left out as off-policy. The metric is
 logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
+"""
+
+SHARED_SHARE = "d3s/shared_share"
+"""The name of one more metric: the share of the kept rollouts' tokens that ``drop_shared_tokens`` leaves out. It is
+logged if this option is on.
 """
 
 LARGEST = "d3s/largest_micro_batch"  # the log of several updates has the largest value, not the mean
@@ -50,13 +56,16 @@ SAMPLING_NAMES = {
 """Every metric of the sets of a sampling mask, and its meaning."""
 
 
-def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked: float) -> dict[str, Tensor]:
+def rollout_metrics(
+    kept: Tensor, lengths: Tensor, without_spread: Tensor, groups_kept: Tensor, asked: float
+) -> dict[str, Tensor]:
     """Returns the metrics of the chosen rollouts.
 
     Args:
         kept: bool ``[N]``: for each rollout of the batch, whether it is kept.
         lengths: ``[N]``, for each rollout the number of its tokens that are in the loss.
         without_spread: bool ``[groups]``, from :func:`groups_without_spread`.
+        groups_kept: bool ``[groups]``: whether the group has a kept rollout.
         asked: the share of the rollouts that the budget asks for.
     """
     number = kept.sum().double()
@@ -65,6 +74,7 @@ def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked
         "d3s/rollout_share": number / kept.numel(),
         "d3s/rollout_share_asked": torch.full_like(number, asked),
         "d3s/groups_without_spread": without_spread.double().mean(),
+        "d3s/groups_kept": groups_kept.double().mean(),
         "d3s/tokens_not_forwarded": lengths.masked_fill(kept, 0).double().sum(),
     }
 
@@ -198,7 +208,7 @@ def selection_metrics(
     without_spread = groups_without_spread(advantages if rewards is None else rewards)
     sums = token_sums(tokens.mask, mask, tokens.entropy.detach(), advantage.unsqueeze(1))
     asked = (0.0, 0.0) if budget is None else (budget.rollouts / n, budget.token_ratio)
-    metrics = rollout_metrics(kept, token_mask.sum(dim=1), without_spread, asked[0])
+    metrics = rollout_metrics(kept, token_mask.sum(dim=1), without_spread, rollout_mask.any(dim=1), asked[0])
     metrics |= token_metrics(sums, tokens.threshold, asked[1])
     if budget is None:
         del metrics["d3s/rollout_share_asked"], metrics["d3s/token_share_asked"]

@@ -12,8 +12,8 @@ Scores are float32, as in the ops, so that the same scores tie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -380,6 +380,35 @@ def _highest(
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
 
+def shared_tokens(
+    token_ids: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """Marks the longest beginning and the longest end that a response with a negative advantage shares with any right
+    response of its group. The end of a pair is of what its beginning leaves of the shorter response.
+    """
+    flat, present = token_ids.flatten(), _usable(token_ids.float(), mask)
+    responses = [begin + present[begin:end].nonzero().flatten() for begin, end in _segments(token_ids, offsets)]
+    group_of = groups or [place // advantages.shape[1] for place in range(len(responses))]
+    ids, advantage = [flat[places].tolist() for places in responses], advantages.flatten().tolist()
+    marked = torch.zeros_like(present)
+    for wrong, right in product(range(len(responses)), repeat=2):
+        if group_of[wrong] == group_of[right] and advantage[wrong] < 0 < advantage[right]:
+            one, other = ids[wrong], ids[right]
+            first = last = 0
+            while first < min(len(one), len(other)) and one[first] == other[first]:
+                first += 1
+            while last < min(len(one), len(other)) - first and one[-1 - last] == other[-1 - last]:
+                last += 1
+            marked[responses[wrong][:first]] = True
+            marked[responses[wrong][len(one) - last :]] = True
+    return marked.view(token_ids.shape)
+
+
 # ---- rollouts: groups of rewards or advantages -----------------------------------------------------------------------
 
 
@@ -416,6 +445,30 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
         group = flat[begin:end]
         same.append(_without_spread(group[group.isfinite()], tolerance))
     return torch.tensor(same, dtype=torch.bool).view(rewards.shape[:-1] if offsets is None else -1)
+
+
+def variance_mass(rewards: Tensor, share: float, *, offsets: Tensor | None = None) -> Tensor:
+    """Marks the fewest groups whose variances add up to the share of the sum over all groups.
+
+    In the order of descending variances, neighbours that differ by at most 1e-5 tie. The share counts as reached if at
+    most 1e-5 of it is missing. Groups without spread have the variance 0 and are never marked.
+    """
+    flat, variances = rewards.double().flatten(), []
+    for begin, end in _segments(rewards, offsets):
+        finite = flat[begin:end][flat[begin:end].isfinite()]
+        same = _without_spread(finite, _rounding(rewards.dtype))
+        variances.append(0.0 if same else float(finite.var(correction=0)))
+    ties: list[list[int]] = []
+    for group in sorted(range(len(variances)), key=lambda group: -variances[group]):
+        if not ties or variances[group] < variances[ties[-1][-1]] * (1 - 1e-5):
+            ties.append([])
+        ties[-1].append(group)
+    marked, reached = torch.zeros(len(variances), dtype=torch.bool), 0.0
+    for group in (group for tie in ties for group in sorted(tie)):
+        if variances[group] > 0 and (share == 1 or reached < share * (1 - 1e-5) * math.fsum(variances)):
+            marked[group] = True
+            reached += variances[group]
+    return marked.view(rewards.shape[:-1] if offsets is None else -1)
 
 
 def _std(values: Tensor, ddof: int) -> Tensor:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ._arguments import require_number, require_optional_tensors, require_readable, require_tensors
+from ._arguments import require_number, require_tensors
 from ._dispatch import ops
-from ._segments.segments import TOLERANCE, segments_of
+from ._segments.segments import TOLERANCE
 from ._segments.segments import without_spread as segments_without_spread
 from ._selection.arguments import (
     group_advantages_arguments,
     max_variance_arguments,
-    rewards_as_floats,
     select_rollouts_arguments,
 )
-from ._selection.rules import choose_rollouts, usable
+from ._selection.rules import choose_rollouts
+from ._selection.variance import by_variance, checked_rewards, finite_in_groups, require_share, variances
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,20 +127,74 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
         >>> rewards.std(dim=1) == 0, d3s.groups_without_spread(rewards)
         (tensor([False, False]), tensor([ True, False]))
     """
-    require_readable(rewards=rewards)
-    require_tensors(rewards=rewards)
-    require_optional_tensors(rewards, offsets=offsets)
-    rewards = rewards_as_floats(rewards)
+    rewards = checked_rewards(rewards, offsets)
     if tolerance is None:
         tolerance = TOLERANCE[rewards.dtype]
     require_number(tolerance=tolerance)
     if not tolerance >= 0:
         raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
-    # The op in usable() takes no float64, so it gets x - x, which is 0 if x is finite, else NaN.
-    finite = usable((rewards - rewards).float(), None, offsets).flatten()
-    groups = segments_of(rewards, offsets)
+    finite, groups = finite_in_groups(rewards, offsets)
     same = groups.without_ends(segments_without_spread(rewards.flatten().double(), finite, groups, tolerance))
     return same if offsets is not None else same.view(rewards.shape[:-1])
+
+
+@torch.no_grad()
+def variance_mass(
+    rewards: Tensor,
+    share: float,
+    *,
+    offsets: Tensor | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    placement: Literal["whole", "global"] = "whole",
+    max_rollouts: int | None = None,
+) -> Tensor:
+    """Marks the fewest groups that have a share of the variance of all groups (RAGEN-2, arXiv 2604.06268).
+
+    A group's variance is the mean of ``(reward - mean)^2`` over its rewards. Groups are taken by descending variance,
+    until the sum of their variances is at least ``share`` times the sum over all groups. Variances that are equal
+    except for rounding tie, and ties go to the lower index. In this order of the variances, two neighbours tie if they
+    differ by at most 1e-5 of the larger one; the share counts as reached if no more than 1e-5 of it is missing.
+
+    A group without spread (:func:`groups_without_spread`) has the variance 0 and is never marked. So a share of 1 marks
+    exactly the groups with spread, and nothing is marked if no group has one. Rewards that are not finite are left out.
+    Variances are computed in float64.
+
+    Across ranks, one number is gathered for each group; rewards are gathered only if a group lies on several ranks.
+
+    Args:
+        rewards: as in :func:`group_advantages`.
+        share: in (0, 1].
+
+    Ragged batches:
+        offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
+
+    Across ranks:
+        process_group, placement, max_rollouts: as in :func:`group_advantages`. No rank may have more than
+            ``max_rollouts`` groups either. The result is this rank's part of the result for the rewards of all ranks.
+            If groups may lie on several ranks, it is the whole result.
+
+    Returns:
+        bool ``[...]``, or ``[groups]`` with offsets. No host sync in one process, and none across ranks with
+        ``max_rollouts``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device or offsets; a share outside (0, 1].
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> rewards = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
+        >>> d3s.variance_mass(rewards, 0.5), d3s.variance_mass(rewards, 0.9)
+        (tensor([False, False,  True]), tensor([False,  True,  True]))
+    """
+    if process_group is not None:
+        from ._across_ranks import rollouts as across_ranks
+
+        layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
+        return across_ranks.variance_mass(rewards, share, layout)
+    rewards = checked_rewards(rewards, offsets)
+    require_share(share)
+    marked = by_variance(variances(rewards, offsets), share).marked()
+    return marked if offsets is not None else marked.view(rewards.shape[:-1])
 
 
 def max_variance_select(

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._across_ranks.rollouts import most_varied
+from ._across_ranks.rollouts import Layout, most_varied
+from ._across_ranks.rollouts import variance_mass as variance_mass_of_ranks
 from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
 from ._groups import ranks_of
+from ._selection.groups import in_groups as in_groups
+from ._selection.groups import labels_of
+from ._selection.variance import by_variance, checked_rewards, variances
 from .prefixes import Prefixes, random_prefixes
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -27,6 +31,7 @@ from .selection_options import (
     rollouts_of,
     values_of_words,
 )
+from .shared_tokens import shared_tokens
 from .tokens import Placement, TokenSelection, select_tokens, topk_mask
 from .trust import TrustedTokens, trusted_tokens
 
@@ -119,7 +124,7 @@ class Selection:
 
     def number_of_rollouts(self, progress: float, groups: int, n: int, multiple_of: int = 1) -> tuple[int, int]:
         """Returns two totals over ``groups`` groups of ``n`` rollouts: the number of rollouts that the budget asks for,
-        and the number that :meth:`rollouts` keeps if all advantages are finite.
+        and the number that :meth:`rollouts` keeps if all advantages are finite and no group is left out.
         """
         asked = self.budget(progress, n).rollouts * groups
         return asked, rounded(asked, groups * n, multiple_of)
@@ -132,6 +137,7 @@ class Selection:
         groups: Iterable[Hashable] | Tensor | None = None,
         group_size: int | None = None,
         has_tokens: Tensor | None = None,
+        rewards: Tensor | None = None,
         multiple_of: int = 1,
         ranks: int | None = None,
         generator: torch.Generator | None = None,
@@ -139,6 +145,11 @@ class Selection:
     ) -> Tensor:
         """Marks the rollouts to train on. This calls :func:`d3s_kernels.selection.choose_rollouts` with the options'
         rule and scope, and with the budget's number of rollouts.
+
+        With the option ``group_variance_mass``, rollouts are chosen only from the groups that
+        :func:`d3s_kernels.variance_mass` marks, and the budget's number is for each of these groups. If they have
+        fewer rollouts than ``multiple_of``, the groups with the next lower variances are added. So at least one group
+        remains, even if no group has a spread. The host reads which groups remain: a host sync on a GPU.
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
@@ -151,6 +162,8 @@ class Selection:
             has_tokens: bool, the shape of ``advantages``: whether the rollout has a token in the loss. A rollout
                 without such a token (for example, a truncated rollout) teaches nothing, so its advantage is replaced:
                 with the rule "highest" by a value below all other advantages, with all other rules by 0.
+            rewards: the shape of ``advantages``; required by the option ``group_variance_mass``, else not read. The
+                variances of advantages would not do: after the division by the deviation, all groups vary alike.
             multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``. If too
                 few rollouts have a finite advantage, it is rounded down.
             ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
@@ -167,7 +180,8 @@ class Selection:
             bool, the shape of ``advantages``.
 
         Raises:
-            ValueError: fewer rollouts with a finite advantage than ``multiple_of``; a wrong shape.
+            ValueError: fewer rollouts with a finite advantage than ``multiple_of``; a wrong shape; the option
+                ``group_variance_mass`` without rewards, or with ``ranks``: a rank may have no group left.
 
         Example:
             >>> import torch, d3s_kernels as d3s
@@ -189,16 +203,58 @@ class Selection:
             group_size = group_size or max(Counter(groups).values(), default=2)
         keep = self.budget(progress, group_size or advantages.shape[-1]).rollouts
         generator = generator if rule == "random" else None
+        if process_group is not None and (multiple_of != 1 or ranks is not None or groups is not None):
+            raise ValueError("process_group: takes [groups, n] without groups, multiple_of and ranks beside it")
+        rows: Tensor | None = None
+        among = advantages
+        if self.options.group_variance_mass is not None:
+            if ranks is not None:
+                raise ValueError(
+                    f"ranks: got {ranks} with group_variance_mass; takes None: a rank may have no group left"
+                )
+            rows = self._rows_of_mass(advantages, rewards, groups, multiple_of, process_group)
+            among, groups = advantages[rows], groups and [groups[row] for row in rows.tolist()]
         if process_group is None:
-            return choose_rollouts(
-                advantages, keep, rule=rule, scope=scope, groups=groups, multiple_of=multiple_of, ranks=ranks,
+            kept = choose_rollouts(
+                among, keep, rule=rule, scope=scope, groups=groups, multiple_of=multiple_of, ranks=ranks,
                 generator=generator,
             )  # fmt: skip
-        if multiple_of != 1 or ranks is not None or groups is not None:
-            raise ValueError("process_group: takes [groups, n] without groups, multiple_of and ranks beside it")
-        return select_rollouts(
-            advantages, keep, rule=rule, scope=scope, generator=generator, process_group=process_group
-        )
+        else:
+            kept = select_rollouts(
+                among, keep, rule=rule, scope=scope, generator=generator, process_group=process_group
+            )
+        return kept if rows is None else torch.zeros_like(advantages, dtype=torch.bool).index_copy(0, rows, kept)
+
+    def _rows_of_mass(
+        self,
+        advantages: Tensor,
+        rewards: Tensor | None,
+        labels: list[Hashable] | None,
+        at_least: int,
+        process_group: ProcessGroup | DeviceMesh | None,
+    ) -> Tensor:
+        """Returns the indices of the rows of ``advantages`` that ``group_variance_mass`` leaves: of groups or, with
+        labels, of rollouts.
+        """
+        share = self.options.group_variance_mass
+        assert share is not None
+        if rewards is None or rewards.shape != advantages.shape:
+            got = "None" if rewards is None else f"shape {list(rewards.shape)}"
+            raise ValueError(
+                f"rewards: got {got} with group_variance_mass; takes the shape of advantages, {list(advantages.shape)}"
+            )
+        if process_group is not None:
+            layout = Layout(process_group, "whole", None)
+            return variance_mass_of_ranks(rewards, share, layout, at_least).nonzero()[:, 0]
+        rewards, places = checked_rewards(rewards, None), None
+        if labels is not None:
+            rewards, places = in_groups(rewards, labels)
+            advantages, _ = in_groups(advantages, labels)
+        found = by_variance(variances(rewards), share)
+        finite = advantages.isfinite().sum(dim=1)[found.order].cumsum(0)
+        needed = torch.maximum(found.number, (finite < at_least).sum() + 1)
+        marked = found._replace(number=needed).marked()
+        return (marked if places is None else marked[places // rewards.shape[1]]).nonzero()[:, 0]
 
     def advantages(
         self,
@@ -269,6 +325,25 @@ class Selection:
             logprob, sampling_logprob, rule, low=low, high=high, advantages=advantages, mask=mask, offsets=offsets,
             process_group=process_group,
         )  # fmt: skip
+
+    def candidates(
+        self,
+        token_ids: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        groups: Iterable[Hashable] | Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the tokens that may be chosen: all of the mask or, with the option ``drop_shared_tokens``, all but
+        :func:`d3s_kernels.shared_tokens`, whose arguments these are. Call this with all rollouts of each group, before
+        rollouts are dropped. Pass the kept rollouts' rows of the result as the ``mask`` of :meth:`tokens`; or, with an
+        ``off_policy_rule``, ``trusted.only(rows)``, where ``trusted`` is the result of :meth:`trusted` for all tokens.
+        """
+        present = as_bool("mask", mask)
+        if not self.options.drop_shared_tokens:
+            return present
+        return present & ~shared_tokens(token_ids, advantages, mask, groups=groups, offsets=offsets)
 
     @property
     def cuts(self) -> bool:
@@ -521,60 +596,6 @@ def rounded(asked: int, usable: int, multiple: int) -> int:
             f"multiple_of: got {multiple}, and {usable} rollouts with a finite advantage; takes at most that many"
         )
     return total
-
-
-def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
-    """Returns the labels as plain values, since tensors with equal values would be different keys of a dict."""
-    if isinstance(groups, Tensor):
-        return list(groups.tolist())
-    return [label.item() if isinstance(label, Tensor) else label for label in groups]
-
-
-def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
-    """Arranges one value for each rollout into a table of groups. Rollouts may be in any order, and groups may have any
-    size.
-
-    Args:
-        values: float ``[N]``.
-        groups: a label for each value, or an integer tensor ``[N]``. Values with equal labels form a group.
-
-    Returns:
-        ``(table, places)``. The table is ``[groups, n]``: a row for each group, in order of first appearance, padded
-        with NaN. (:func:`d3s_kernels.group_advantages` leaves NaN out of means and returns advantage 0 for it.)
-        ``places`` is int64 ``[N]``: the index of each value in the flattened table, so that ``table.flatten()[places]``
-        gives the values back.
-
-    Raises:
-        ValueError: more or fewer labels than values; values of a dtype that is not float.
-
-    Example:
-        >>> import torch, d3s_kernels as d3s
-        >>> from d3s_kernels.selection import in_groups
-        >>> rewards, places = in_groups(torch.tensor([1.0, 5.0, 0.0]), ["a", "b", "a"])
-        >>> rewards
-        tensor([[1., 0.],
-                [5., nan]])
-        >>> d3s.group_advantages(rewards, scale="none").flatten()[places]
-        tensor([ 0.5000,  0.0000, -0.5000])
-    """
-    labels = labels_of(groups)
-    if values.shape != (len(labels),):
-        shape = list(values.shape)
-        raise ValueError(f"groups: got {len(labels)} for values of shape {shape}; takes one for each rollout")
-    if not values.is_floating_point():
-        raise ValueError(f"values: got dtype {values.dtype}; takes a float dtype, which has NaN")
-    rows: dict[Hashable, list[int]] = {}
-    for rollout, label in enumerate(labels):
-        rows.setdefault(label, []).append(rollout)
-    width = max(map(len, rows.values()), default=0)
-    place_of = [0] * len(labels)
-    for row, rollouts in enumerate(rows.values()):
-        for column, rollout in enumerate(rollouts):
-            place_of[rollout] = row * width + column
-    places = torch.tensor(place_of, dtype=torch.int64, device=values.device)
-    table = values.new_full((len(rows) * width,), torch.nan)
-    table[places] = values
-    return table.view(len(rows), width), places
 
 
 def _variances(values: Tensor, chosen: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ ROLLOUTS = Takes(
     "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1",
 )
 RATIO = Takes(lambda value: _is_number(value) and 0 < value <= 1, "a number in (0, 1]")
+SHARE = Takes(lambda value: value is None or RATIO.fits(value), "a number in (0, 1], or None")
 QUANTILES = Takes(_are_quantiles, "rising numbers in (0, 1), at most 15")
 ALPHA = Takes(lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0")
 BOUND = Takes(lambda value: value is None or (_is_number(value) and value >= 0), "a number of at least 0, or None")
@@ -264,6 +265,19 @@ class SelectionOptions:
     )
     off_policy_low: float | None = option(None, "The rule's lower bound, for a ratio. None: its default.", BOUND)
     off_policy_high: float | None = option(None, "The rule's upper bound. None: its default.", BOUND)
+    group_variance_mass: float | None = option(
+        None,
+        "Keep rollouts only of the fewest groups that have this share of the variance of all rewards (RAGEN-2), as "
+        "many of each as before. 1 leaves out the groups whose rewards are all equal. None: all groups; see "
+        "d3s_kernels.variance_mass.",
+        SHARE,
+    )
+    drop_shared_tokens: bool = option(
+        False,
+        "Leave out the tokens of responses with a negative advantage that a right response of the same group begins or "
+        "ends with too (GTPO): see d3s_kernels.shared_tokens. The share of tokens is of the others.",
+        FLAG,
+    )
 
     def __post_init__(self) -> None:
         rule = self.token_rule if isinstance(self.token_rule, str) else None

@@ -47,6 +47,13 @@ class TrustedTokens(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     """int64, 0-d: the number of trusted tokens."""
 
+    def only(self, tokens: Tensor) -> TrustedTokens:
+        """Returns the trusted tokens that are among ``tokens``, bool of the shape of ``mask``. The count is then the
+        number on this rank only.
+        """
+        left = self.mask & tokens
+        return TrustedTokens(left, self.weight * left, left.sum())
+
 
 class Row(NamedTuple):
     """A rule: the measure of a token, computed from the logarithms of p and q in float64, and the bounds on the
@@ -147,7 +154,9 @@ def trusted_tokens(
     Returns:
         :class:`TrustedTokens`. With the first six rules, the weight of a kept token is the ratio that the rule bounds:
         r of the token, or the product or the geometric mean of r over the token's sequence. With all other rules, the
-        weight is 1. A token whose weight is 0 is not kept.
+        weight is 1. A product that is outside of the normal numbers of float32 becomes the nearest of them. A token
+        whose weight is 0 or infinite is not kept: only a token that has probability 0 in one of the policies, or a
+        ``high`` of 0, can lead to such a weight.
 
     Raises:
         ValueError, TypeError: an unknown rule; bounds that are missing, negative, or not used by this rule; a wrong
@@ -196,7 +205,10 @@ def trusted_tokens(
         kept = (kept | (present & (of_each >= 0))) & ~of_each.isnan()
     weight = kept.float()
     if row.is_ratio:
-        weight = torch.where(kept, measure.exp().clamp(low, high), 0.0).float()
+        # Only a ratio of probabilities that are 0 may become 0 or infinite, not one that float32 has no number for.
+        ratio, of_float32 = measure.exp(), torch.finfo(torch.float32)
+        ratio = torch.where(measure.isfinite(), ratio.clamp(of_float32.tiny, of_float32.max), ratio)
+        weight = torch.where(kept, ratio.clamp(low, high), 0.0).float()
         kept = (weight > 0) & (weight < math.inf)
         weight = torch.where(kept, weight, 0.0)
     count = kept.sum() if ranks is None else ranks.add_(kept.sum())

@@ -56,9 +56,11 @@ takes(d3s.select_rollouts, advantages=VALUES, keep=1, mask=MASK)
 takes(d3s.select_rollouts, "PODS percentile", advantages=VALUES, keep=1, mask=MASK, rule="percentile", scope="group")
 takes(d3s.group_advantages, rewards=FLAT, offsets=OFFSETS)
 takes(d3s.groups_without_spread, rewards=FLAT, offsets=OFFSETS)
+takes(d3s.variance_mass, rewards=FLAT, share=0.5, offsets=OFFSETS)
 takes(d3s.importance_ratio, logprob=VALUES, old_logprob=VALUES, mask=MASK, groups=GROUPS, level="entropy_group")
 opsm = {"rule": "opsm", "high": 0.1, "advantages": FLAT}
 takes(d3s.trusted_tokens, logprob=FLAT, sampling_logprob=FLAT / 2, **opsm, **RAGGED)
+takes(d3s.shared_tokens, token_ids=LABELS, advantages=LABELS[:, :1].float(), mask=MASK)
 takes(d3s.entropy_groups, entropy=FLAT, **RAGGED)
 takes(d3s.adaptive_clip, entropy=VALUES, groups=GROUPS, mask=MASK, vocab_size=9)
 takes(d3s.sampling_mask_from_logits, logits=LOGITS, top_k=2)
@@ -165,7 +167,7 @@ def test_a_tensor_that_no_kernel_reads(kind: str, name: str) -> None:
         with pytest.raises((TypeError, ValueError)) as error:
             call(name, **{argument: make(value)})
         # Where the dispatcher finds a layout, it knows the name that the op has for the argument.
-        of_op = name in ("select_rollouts", "PODS percentile", "groups_without_spread")
+        of_op = name in ("select_rollouts", "PODS percentile", "groups_without_spread", "variance_mass")
         names = f"{argument}|values" if of_op else argument
         dtype_or_kind = rf"{re.escape(said)}|got (dtype )?torch.qint8|got .* of torch.qint8"
         assert re.match(f"({names}): ({dtype_or_kind})", str(error.value)), error.value

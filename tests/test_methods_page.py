@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 import d3s_kernels as d3s
@@ -78,6 +80,16 @@ def standardised(rewards: Tensor, counted: Tensor, ddof: int = 1, eps: float = 1
     return result
 
 
+def most_of_the_variance(rewards: Tensor, share: float) -> Tensor:
+    """The fewest groups, found by trying all subsets of each size."""
+    variances = rewards.double().var(-1, correction=0)
+    for size in range(GROUPS + 1):
+        best = max(itertools.combinations(range(GROUPS), size), key=lambda groups: variances[list(groups)].sum())
+        if variances[list(best)].sum() >= share * variances.sum():
+            return torch.zeros(GROUPS, dtype=torch.bool).index_fill(0, torch.tensor(best), True)
+    raise AssertionError
+
+
 ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "D3S": lambda v: reference.select_rollouts(v["advantages"], KEEP),
     "D3S-I": lambda v: reference.max_variance_select(v["advantages"], KEEP),
@@ -95,6 +107,7 @@ ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "GFPO, advantages": lambda v: standardised(v["rewards"], v["kept"], 0, 0.0),
     "MaxRL, advantages": lambda v: centred(v["rewards"]) / (v["rewards"].mean(-1, keepdim=True) + 1e-6),
     "ESPO, advantages": lambda v: standardised(v["rewards"], v["verified"]),
+    "RAGEN-2": lambda v: most_of_the_variance(v["rewards"], 0.9),
     "DAPO, dynamic sampling": lambda v: torch.tensor([len(set(row)) > 1 for row in v["rewards"].tolist()]),
 }
 
@@ -196,6 +209,24 @@ def test_the_line_of_the_advantage_alone() -> None:
         expected[row, first] = True
         left -= len(first)
     torch.testing.assert_close(run(r"\|A\| alone", values).mask, expected)
+
+
+def test_gtpo_leaves_out_what_right_responses_share() -> None:
+    """Three groups of two: prefixes and suffixes by comparing slices, from the longest on."""
+    values = names_of_tokens() | {"token_ids": torch.randint(3, (6, 40))}
+    values["groups_of_advantages"] = torch.tensor([[1.0, -1.0], [-2.0, 0.5], [-1.0, -1.0]])
+    ids, mask = values["token_ids"], values["mask"][0].expand(6, 40)
+    values["mask"], ids[1], ids[2, -5:] = mask, ids[0], ids[3, -5:]
+    expected = mask.clone()
+    for wrong, right in ((1, 0), (2, 3)):
+        one, other = ids[wrong][mask[wrong]].tolist(), ids[right][mask[right]].tolist()
+        most = min(len(one), len(other))
+        first = max(n for n in range(most + 1) if one[:n] == other[:n])
+        last = max(n for n in range(most - first + 1) if one[len(one) - n :] == other[len(other) - n :])
+        places = mask[wrong].nonzero().flatten()
+        expected[wrong, places[:first]] = expected[wrong, places[len(places) - last :]] = False
+    assert run("GTPO", values).equal(expected)
+    assert 0 < expected[1:3].sum() < mask[1:3].sum()
 
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
@@ -326,6 +357,9 @@ def names_of_ratios() -> dict[str, Any]:
     old = -torch.rand(6, 40)
     groups = reference.entropy_groups(values["entropy"], values["mask"])
     moved = {"old_logprob": old, "logprob": old + 0.1 * torch.randn(6, 40), "groups": groups, "vocab_size": VOCABULARY}
+    moved["sentence_ids"] = ids = (torch.rand(6, 40) < 0.2).cumsum(-1)
+    of_tokens = (ids + 100 * torch.arange(6).unsqueeze(-1))[values["mask"]]  # another number for each sentence
+    moved["sentences"] = pad(torch.unique_consecutive(of_tokens, return_counts=True)[1].cumsum(0), (1, 0))
     moved["epsilon"] = reference.adaptive_clip(values["entropy"], groups, values["mask"], vocab_size=VOCABULARY)
     return values | moved
 
@@ -358,6 +392,7 @@ def upper_fifths(v: dict[str, Any]) -> Tensor:
 RATIOS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "GRPO, ratio": lambda v: moves(v).exp(),
     "GSPO, GSPO-token": lambda v: mean_ratio(v, v["mask"].int() - 1),
+    "sentence-level ratio": lambda v: mean_ratio(v, torch.where(v["mask"], v["sentence_ids"], -1)),
     "ESPO, ratio": lambda v: mean_ratio(v, v["groups"]),
     "ESPO, ratio as printed": lambda v: mean_ratio(v, v["groups"]) * moves(v).exp(),
     "ESPO, groups": upper_fifths,
@@ -371,6 +406,21 @@ def test_lines_of_ratios(method: str) -> None:
     expected = RATIOS[method](dict(values))
     found = run(method, values)
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-5, atol=1e-6)
+
+
+def test_sentences_have_gradients() -> None:
+    """As groups of at most 16 numbers, with the same result. A ratio's derivative is the ratio."""
+    values = names_of_ratios()
+    values["logprob"].requires_grad_()
+    w = run("sentence-level ratio", values)
+    w.sum().backward()
+    torch.testing.assert_close(values["logprob"].grad, w.detach() * values["mask"])
+    groups = values["sentence_ids"].clamp(max=15).to(torch.int8)
+    by_groups = d3s.importance_ratio(
+        values["logprob"], values["old_logprob"], values["mask"], level="entropy_group", groups=groups
+    )
+    alike = values["sentence_ids"] < 15
+    torch.testing.assert_close(by_groups[alike], w[alike])
 
 
 def test_the_objective_has_no_gradient_where_it_is_clipped() -> None:
@@ -469,7 +519,9 @@ def test_every_line_is_tested_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     tested = {*ROLLOUTS, *TOKENS, *TRUST, *KEPT_OR_MARKED, *RATIOS, *re.findall(r'run\(r?"([^"]+)"', source)}
     assert tested == set(LINES)
-    assert len(LINES) == len(re.findall(r"`\w+ = ~?d3s\.|`groups = \(|`kept = mask|`epsilon = torch", PAGE))
+    assert len(LINES) == len(
+        re.findall(r"`\w+ = ~?d3s\.|`groups = \(|`kept = mask|`epsilon = torch|`mask = mask|`w = torch", PAGE)
+    )
 
 
 def test_every_rule_and_every_function_is_on_the_page() -> None:

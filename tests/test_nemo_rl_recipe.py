@@ -275,6 +275,7 @@ def test_ranks_that_share_the_vocabulary() -> None:
         ({}, {"token_ratios": 0.2}, "token_ratios: got 0.2, but it is no option"),
         ({}, {"token_ratio_end": 0.5}, "token_ratio_end: got 0.5; takes token_ratio_start, 0.3, since a loss"),
         ({}, {"loss_denominator": "kept"}, "loss_denominator: got 'kept'; takes 'all'"),
+        ({}, {"drop_shared_tokens": True}, "drop_shared_tokens: got True; takes false"),
         ({"packed": True}, {}, "sequence_packing.enabled: got True; takes false, or token_scope 'sequence'"),
         ({"fused": True, "megatron": True}, {}, "use_fused_linear_logprobs, fuse_loss: got True; takes false"),
         ({"fuse_loss": True}, {"token_scope": "sequence"}, "use_fused_linear_logprobs, fuse_loss: got True"),

@@ -24,14 +24,15 @@ ROOMS = {
     "__main__": "_doctor planning savings",
     "_doctor": "_dispatch _exact compare",
     "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics "
-    "micro_batches page prefixes ratios recorder rollouts sampling schedule selection selection_options tokens trust "
-    "vocabulary",
+    "micro_batches page prefixes ratios recorder rollouts sampling schedule selection selection_options shared_tokens "
+    "tokens trust vocabulary",
     "planning": "_arguments",
     "savings": "_head _segments micro_batches rollouts selection selection_options tokens",
     # what users call
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
     "metrics": "rollouts schedule tokens",
-    "selection": "_across_ranks _arguments _groups prefixes rollouts schedule selection_options tokens trust",
+    "selection": "_across_ranks _arguments _groups _selection prefixes rollouts schedule selection_options "
+    "shared_tokens tokens trust",
     "selection_options": "rollouts tokens trust",
     "trust": "_across_ranks _arguments _groups _segments _selection _torch",
     "distributed": "_across_ranks",
@@ -40,6 +41,7 @@ ROOMS = {
     "tokens": "_across_ranks _arguments _dispatch _selection prefixes sampling",
     "prefixes": "_across_ranks _segments _selection",
     "rollouts": "_across_ranks _arguments _dispatch _segments _selection",
+    "shared_tokens": "_arguments _segments _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
     "micro_batches": "_groups",

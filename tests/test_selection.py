@@ -230,6 +230,62 @@ def test_rollouts_without_a_token_come_last() -> None:
         highest.rollouts(advantages, 0.0, has_tokens=has_tokens[0])
 
 
+VARIED = torch.tensor([[1.0, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 0, 0]])  # variances of 0, 3/16, 4/16, 3/16
+
+
+@pytest.mark.parametrize(
+    ("share", "multiple", "groups"),
+    [
+        (0.4, 1, [2]),
+        (0.5, 1, [1, 2]),
+        (1.0, 1, [1, 2, 3]),
+        (0.4, 5, [1, 2]),  # one group has not enough rollouts for a multiple of 5: the next one is added
+        (1.0, 13, [0, 1, 2, 3]),
+    ],
+)
+def test_groups_with_a_share_of_the_variance(share: float, multiple: int, groups: list[int]) -> None:
+    """Half of the rollouts of the groups that remain, rounded up; the same as if there were no others."""
+    advantages = d3s.group_advantages(VARIED)
+    values, labels, order = shuffled(advantages, 3)
+    for scope in SCOPES:
+        plain = both_ends(2, rollout_scope=scope)
+        selection = both_ends(2, rollout_scope=scope, group_variance_mass=share)
+        kept = selection.rollouts(advantages, 0.0, rewards=VARIED, multiple_of=multiple)
+        assert int(kept.sum()) == -(-2 * len(groups) // multiple) * multiple
+        assert kept[groups].equal(plain.rollouts(advantages[groups], 0.0, multiple_of=multiple))
+        again = selection.rollouts(
+            values, 0.0, rewards=VARIED.flatten()[order].to(torch.int64), groups=labels, multiple_of=multiple
+        )
+        assert int(again.sum()) == int(kept.sum())
+        among = torch.zeros_like(kept).index_fill(0, torch.tensor(groups), True).flatten()[order]
+        assert not (again & ~among).any()
+
+
+def test_some_group_remains_without_spread() -> None:
+    rewards = torch.ones(3, 4)
+    selection = both_ends(2, group_variance_mass=0.9)
+    for multiple, groups in ((1, 1), (5, 2), (12, 3)):
+        kept = selection.rollouts(torch.zeros(3, 4), 0.0, rewards=rewards, multiple_of=multiple)
+        assert kept.any(dim=1).sum() <= groups
+        assert kept.sum() % multiple == 0
+        assert kept.any()
+    advantages = torch.zeros(3, 4).index_fill(0, torch.tensor([0]), math.nan)
+    assert selection.rollouts(advantages, 0.0, rewards=rewards)[1].any()  # the first has no finite advantage
+    assert selection.rollouts(torch.empty(0, 4), 0.0, rewards=torch.empty(0, 4)).shape == (0, 4)
+
+
+def test_the_variance_is_of_rewards() -> None:
+    selection, advantages = both_ends(2, group_variance_mass=0.9), torch.randn(3, 4)
+    for more, got in (({}, "None"), ({"rewards": torch.randn(12)}, r"shape \[12\]")):
+        with pytest.raises(ValueError, match=rf"rewards: got {got} with group_variance_mass; takes the shape of adv"):
+            selection.rollouts(advantages, 0.0, **more)
+    with pytest.raises(ValueError, match="ranks: got 3 with group_variance_mass; takes None"):
+        selection.rollouts(advantages, 0.0, rewards=advantages, ranks=3)
+    with pytest.raises(ValueError, match=r"group_variance_mass: got 1\.5; takes a number in \(0, 1\], or None"):
+        d3s.Selection(group_variance_mass=1.5)
+    assert both_ends(2).rollouts(advantages, 0.0, rewards=torch.randn(5)).sum() == 6  # not read
+
+
 def test_random_draws_are_those_of_the_generator() -> None:
     selection, advantages = both_ends(2, rollout_rule="random"), torch.randn(4, 8)
     draws = [selection.rollouts(advantages, 0.0, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
@@ -352,6 +408,10 @@ def of_rank(ranks: Ranks, advantages: Tensor, entropy: Tensor) -> None:
         selection = both_ends(3, rollout_scope=scope, token_ratio_start=0.3)
         kept = selection.rollouts(advantages[own], 0.0, process_group=group)
         assert torch.equal(kept, selection.rollouts(advantages, 0.0)[own])
+        massed = both_ends(3, rollout_scope=scope, group_variance_mass=0.5)
+        for rewards in (advantages * torch.tensor([[3.0], [1], [2], [1], [1], [1]]), torch.zeros(6, 4)):
+            kept = massed.rollouts(advantages[own], 0.0, rewards=rewards[own], process_group=group)
+            assert torch.equal(kept, massed.rollouts(advantages, 0.0, rewards=rewards)[own])
         rows = slice(8 * ranks.rank, 8 * ranks.rank + 8)
         tokens = selection.tokens(entropy[rows], advantages[own].flatten(), 0.0, process_group=group)
         whole = selection.tokens(entropy, advantages.flatten(), 0.0)

@@ -53,6 +53,7 @@ def by_hand(given: dict[str, Any]) -> dict[str, float]:
         "d3s/rollout_share": len(rows) / (GROUPS * SIZE),
         "d3s/rollout_share_asked": 0.5,
         "d3s/groups_without_spread": 1 / 3,
+        "d3s/groups_kept": len({row // SIZE for row in rows}) / GROUPS,
         "d3s/tokens_not_forwarded": everything - forwarded,
         "d3s/tokens_kept": kept,
         "d3s/token_share": kept / forwarded,

@@ -161,6 +161,15 @@ def test_advantages_of_the_kept_rollouts(hooks: ModuleType) -> None:
     torch.testing.assert_close(torch.tensor(normalised).view(GROUPS, 3), expected.float(), rtol=1e-3, atol=1e-3)
 
 
+def test_only_groups_with_a_share_of_the_variance(hooks: ModuleType) -> None:
+    rewards = spread_rewards()
+    rewards[-1] *= 99
+    data = groups_of(rewards.tolist())
+    last = list(data[-1])
+    hooks.keep_rollouts(arguments(d3s_group_variance_mass=0.9, global_batch_size=2), data)
+    assert [[sample in last for sample in group] for group in data] == [[True, True]]
+
+
 @pytest.mark.parametrize(("rollouts", "sizes"), [(0.2, [3, 1]), (0.5, [3, 2])])
 def test_groups_of_other_sizes(hooks: ModuleType, rollouts: float, sizes: list[int]) -> None:
     """A share is of the trainer's group of 6. 2 are the fewest, and 4 of all; or 6 are asked for, and there are 5."""
@@ -307,6 +316,7 @@ def test_off_policy_tokens_have_no_gradient(hooks: ModuleType) -> None:
         ({"d3s_token_ratio_end": 0.5}, r"d3s_token_ratio_end: got 0\.5; takes 0\.25, unless start_step is called"),
         ({"d3s_token_rule": "entropy_quantile"}, "process_group: got one with rule 'entropy_quantile'"),
         ({"d3s_loss_denominator": "kept"}, "d3s_loss_denominator: got 'kept'; takes 'all'"),
+        ({"d3s_drop_shared_tokens": True}, "d3s_drop_shared_tokens: got True; takes false"),
         ({"advantage_estimator": "gspo"}, "advantage_estimator: got 'gspo'; takes one with a ratio for each token"),
         ({"qkv_format": "bshd"}, "qkv_format: got 'bshd'; takes 'thd'"),
     ],

@@ -48,6 +48,8 @@ def of_sequence(rule: str, p: Tensor, q: Tensor, advantages: Tensor, high: float
     if way in ("mask", "truncate"):
         over = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}[level]
         ratio = over.expand_as(log_ratio).exp()
+        normal = torch.finfo(torch.float32)  # the ratio of two probabilities above 0 is neither 0 nor infinite
+        ratio = torch.where(over.isfinite(), ratio.clamp(normal.tiny, normal.max), ratio)
         return ratio.clamp(low, high) if way == "truncate" else torch.where((low <= ratio) & (ratio <= high), ratio, 0)
     if rule == "kpop":
         a, b = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (p, q))
@@ -114,6 +116,25 @@ def test_bounds_themselves(rule: Any, bounds: dict[str, float], kept: list[bool]
         sampled[3] = -0.5
     found = trusted_tokens(torch.full((4,), -1.0), sampled, rule, **bounds, advantages=advantages, offsets=offsets)
     assert found.mask.tolist() == kept
+
+
+@pytest.mark.parametrize("rule", [rule for rule, row in RULES.items() if row.is_ratio])
+def test_ratios_that_float32_has_no_number_for(rule: Any) -> None:
+    """A sequence is kept if it is within the bounds, however small or large its product is. A probability of 0 has no
+    ratio.
+    """
+    logprob = torch.tensor([[-60.0] * 20, [-1.0] * 20, [-400.0, -400.0] + [-1.0] * 18, [-INF] + [-1.0] * 19])
+    sampled = torch.tensor([[-1.0] * 20, [-60.0] * 20, [-1.0] * 20, [-1.0] * 20])
+    found = trusted_tokens(logprob, sampled, rule, low=0.0, high=INF)
+    normal = torch.finfo(torch.float32)
+    assert found.mask[:3].all()
+    assert ((found.weight[:3] >= normal.tiny) & (found.weight[:3] <= normal.max)).all()
+    assert found.mask[3].tolist() == [False] + [rule.startswith("token")] * 19
+    truncated = trusted_tokens(logprob, sampled, rule, low=0.0, high=3.0)
+    assert truncated.mask[0].all()
+    assert not trusted_tokens(logprob, sampled, rule, low=0.0, high=0.0).mask.any()
+    if rule == "sequence_truncate":
+        assert truncated.weight[:, 5].tolist() == [normal.tiny, 3.0, normal.tiny, 0.0]
 
 
 TIGHT = {

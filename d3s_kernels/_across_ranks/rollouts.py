@@ -1,4 +1,4 @@
-"""group_advantages, max_variance_select and select_rollouts across ranks.
+"""group_advantages, variance_mass, max_variance_select and select_rollouts across ranks.
 
 The tensors of all ranks count as one concatenated tensor. Each rank gathers the values of all ranks once, runs the
 local op on all values, and returns its own part of the result. If every group is whole on one rank and nothing is
@@ -25,6 +25,7 @@ from .._selection.arguments import (
     select_rollouts_arguments,
 )
 from .._selection.rules import at_most, choose_rollouts, random_scores
+from .._selection.variance import by_variance, checked_rewards, require_share, variances
 from .._together import SegmentArguments
 from .agreement import Layout as Layout
 from .agreement import agree, require_alike
@@ -47,12 +48,7 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     whole = layout.is_whole(rewards)
     if ranks.size == 1 or (whole and scale != "batch"):
         return ops.group_advantages(*arguments)
-    # All ranks send float64, so that messages have equal sizes. Otherwise ranks with different dtypes would wait for
-    # each other's bytes, instead of raising.
-    dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
-    everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
-    if everyones.host_total is not None:
-        require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
+    everyones = _gather_rewards(ranks, rewards, layout)
     if not whole:
         groups = everyones.segments(layout, "rewards")
     else:  # this rank's groups, plus one segment before and one behind them for the other ranks' values
@@ -64,11 +60,52 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     all_rewards = everyones.values.to(rewards.dtype)  # without rounding; the op's tolerance depends on the dtype
     advantages = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[everyones.places]
     if everyones.host_total is None:  # the host does not know whether all ranks have the same dtype
-        advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
+        advantages = advantages.masked_fill(_dtypes_differ(everyones), math.nan)
     if offsets is not None:
         places = torch.arange(rewards.numel(), device=rewards.device) if whole else everyones.places
         advantages = advantages.masked_fill(_left_out(places, offsets), math.nan)
     return advantages.view(rewards.shape)
+
+
+def _gather_rewards(ranks: Ranks, rewards: Tensor, layout: Layout) -> Everyones:
+    # All ranks send float64, so that messages have equal sizes. Otherwise ranks with different dtypes would wait for
+    # each other's bytes, instead of raising.
+    dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
+    everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
+    if everyones.host_total is not None:
+        require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
+    return everyones
+
+
+def _dtypes_differ(everyones: Everyones) -> Tensor:
+    return (everyones.numbers != everyones.numbers[0]).any()
+
+
+@torch.no_grad()
+def variance_mass(rewards: Tensor, share: float, layout: Layout, at_least: int = 0) -> Tensor:
+    """Also marks the first groups, by variance, until ``at_least`` groups of all ranks are marked."""
+    ranks, offsets = ranks_of(layout.process_group), layout.offsets
+
+    def check() -> Tensor:
+        checked = checked_rewards(rewards, layout.local_offsets(ranks))
+        layout.check("rewards", checked, "whole", "global")
+        require_share(share)
+        groups = SegmentArguments(offsets).number_in(checked)
+        if layout.is_whole(checked) and layout.max_rollouts is not None and groups > layout.max_rollouts:
+            raise ValueError(f"max_rollouts: got {layout.max_rollouts} with {groups} groups; takes at least as many")
+        return checked
+
+    rewards = agree(ranks, "variance_mass", check, lambda checked: _alike(layout, checked) | {"share": share})
+    if ranks.size == 1 or layout.is_whole(rewards):
+        everyones = gather(ranks, variances(rewards, offsets), 0, layout.max_rollouts)
+        marked = by_variance(everyones.values.nan_to_num(0.0), share).marked(at_least)[everyones.places]
+    else:
+        everyones = _gather_rewards(ranks, rewards, layout)
+        of_all = variances(everyones.values.to(rewards.dtype), everyones.segments(layout, "rewards"))
+        marked = by_variance(of_all[:-1], share).marked(at_least)  # the last segment is the padding
+        if everyones.host_total is None:
+            marked = marked & ~_dtypes_differ(everyones)
+    return marked if offsets is not None else marked.view(rewards.shape[:-1])
 
 
 @torch.no_grad()

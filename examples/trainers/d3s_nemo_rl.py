@@ -65,8 +65,7 @@ def keep_rollouts(data: Any, group_size: int, multiple_of: int, **options: Any) 
 class D3SLoss(ClippedPGLossFn):
     """NeMo-RL's loss, with the gradient of the chosen tokens alone. Its value and its metrics cover all tokens.
 
-    The loss takes logits: one pass over them gives exact entropies, and the log-probabilities. Tokens are chosen from
-    the micro-batch of a rank.
+    One pass over the logits gives exact entropies and log-probabilities. Tokens are chosen from a rank's micro-batch.
 
     Args:
         config, policy: NeMo-RL's ``config.loss_fn`` and ``config.policy``.
@@ -94,6 +93,7 @@ class D3SLoss(ClippedPGLossFn):
             require(rule == "none" or not getattr(config, name), name, True, "false with off_policy_rule")
         require(start == end, "token_ratio_end", end, f"token_ratio_start, {start}, since a loss is not told of steps")
         require(given.loss_denominator == "all", "loss_denominator", "kept", "'all', which NeMo-RL divides by")
+        require(not given.drop_shared_tokens, "drop_shared_tokens", True, "false: a rank may have parts of groups")
         require(apart, "sequence_packing.enabled", True, "false, or token_scope 'sequence'")
         require(not fused, "use_fused_linear_logprobs, fuse_loss", True, "false: they give a loss no logits")
         require((top_k or 0) <= 0 and top_p in (None, 1), "generation.top_k and top_p", (top_k, top_p), of_all)

@@ -30,8 +30,10 @@ progress: float | None = None  # the share of training that is done, set by star
 
 def selection_of(args: Any) -> d3s.Selection:
     """The selection that the trainer's arguments ask for. ValueError: a bad or unknown option ``d3s_...``."""
-    given = {name: value for name, value in vars(args).items() if name.startswith("d3s_")}
-    return d3s.Selection.from_mapping({name.removeprefix("d3s_"): value for name, value in given.items()}, "d3s_")
+    given = {name.removeprefix("d3s_"): value for name, value in vars(args).items() if name.startswith("d3s_")}
+    shared = given.get("drop_shared_tokens", False)
+    require(shared is False, "d3s_drop_shared_tokens", shared, "false: a rank may have parts of groups")
+    return d3s.Selection.from_mapping(given, "d3s_")
 
 
 def require(fits: bool, name: str, given: Any, takes: str) -> None:
@@ -60,10 +62,9 @@ def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
             row[place] = given[0]
     scale = "group" if args.grpo_std_normalization and estimator != NORMALISED[-1] else "none"
     advantages = d3s.group_advantages(rewards, scale=scale, eps=1e-6).masked_fill(rewards.isnan(), torch.nan)
-    kept = selection.rollouts(advantages, 0.0, group_size=args.n_samples_per_prompt)
+    kept = selection.rollouts(advantages, 0.0, rewards=rewards, group_size=args.n_samples_per_prompt)
     # Both trainers silently drop samples that do not fill a step. miles can also make a smaller step of them.
-    number = int(kept.sum())
-    fits = getattr(args, "use_dynamic_global_batch_size", False) or number % size == 0
+    fits = (number := int(kept.sum())) % size == 0 or getattr(args, "use_dynamic_global_batch_size", False)
     require(fits, "global_batch_size", size, f"a divisor of {number}, the rollouts kept, and no num_steps_per_rollout")
     weights = selection.advantages(advantages, kept, scale=scale)
     for group, values in zip(samples, weights.tolist(), strict=True):
@@ -111,8 +112,7 @@ def on_chosen_tokens(losses: str, args: Any, batch: dict[str, Any], logits: Tens
     known = rule == "none" or ({"log_probs", "rollout_log_probs"} <= batch.keys() and not corrected)
     require(known, "d3s_off_policy_rule", rule, "'none' with use_tis or use_rollout_logprobs, or without log_probs")
     require(start == end or progress is not None, "d3s_token_ratio_end", end, f"{start}, unless start_step is called")
-    totals = zip(batch["total_lengths"], lengths, strict=True)
-    of_responses = torch.cat([torch.arange(total) >= total - length for total, length in totals])
+    of_responses = torch.cat([torch.arange(t) >= t - n for t, n in zip(batch["total_lengths"], lengths, strict=True)])
     # The row before a token predicts it. Rows at the end are padding.
     read = pad(of_responses[1:], (0, logits.shape[1] - len(of_responses) + 1)).to(logits.device)
     no_label = torch.full_like(read, -100, dtype=torch.int64)

@@ -28,6 +28,7 @@ def group_advantages(draw: Draw) -> Arguments:
         "eps": draw.choice((1e-4, 1e-6, 0.0)),
         "ddof": draw.choice((1, 0)),
         "tolerance": draw.choice((None, 0.0, 0.3)),  # only groups_without_spread has this argument
+        "share": draw.choice((0.2, 0.5, 1.0)),  # only variance_mass has this argument
     }
 
 

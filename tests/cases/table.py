@@ -34,9 +34,11 @@ _DRAWN: Mapping[str, DrawArguments] = {
     "logprob_entropy": lambda draw: vocabulary.with_labels(draw, vocabulary.rows_of_logits(draw)),
     "group_advantages": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "groups_without_spread": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
+    "variance_mass": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "select_tokens": tokens.token_rules,
     "random_prefixes": tokens.random_prefixes,
     "select_rollouts": rollouts.rollout_rules,
+    "shared_tokens": tokens.shared_tokens,
 }
 if forgotten := _exact.FUNCTIONS.keys() - OPS.keys() - _DRAWN.keys():
     raise AssertionError(f"nothing in tests/cases draws the arguments of {', '.join(sorted(forgotten))}")

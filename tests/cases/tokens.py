@@ -52,6 +52,22 @@ def with_rule(draw: Draw, given: Arguments, rule: str) -> Arguments:
     return given | {"rule": rule} | generator
 
 
+def shared_tokens(draw: Draw) -> Arguments:
+    """Draws ids of few kinds, so that responses share some, in groups of one size or with labels."""
+    shape, offsets = draw.segments()
+    shape = shape if offsets is not None else (math.prod(shape[:-1]), shape[-1])
+    number, n = shape[0] if offsets is None else len(offsets) - 1, draw.integer(1, 4)
+    ids = torch.randint(draw.choice((2, 1, 5)), shape, generator=draw.generator())
+    given: Arguments = {"token_ids": draw.laid_out(ids), "offsets": offsets, "mask": draw.mask(shape)}
+    advantages = draw.values((number,))
+    if number % n == 0 and draw.flag():
+        return given | {"advantages": advantages.view(-1, n), "groups": None}
+    return given | {
+        "advantages": advantages,
+        "groups": torch.randint(max(1, number // n), (number,), generator=draw.generator()).tolist(),
+    }
+
+
 def _topk_mask(pooled: bool = False, **given: Any) -> Tensor:
     if not pooled:
         return public("topk_mask")(**given)

@@ -59,7 +59,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("advantages_from", "group", "'all' or 'kept'"),
     ("rollouts_start", 0, SHARE),
     ("rollouts_start", 4.5, SHARE),
-    *(("rollouts_end", value, SHARE) for value in (math.inf, math.nan, None)),
+    *(("rollouts_end", value, SHARE) for value in (math.inf, math.nan, "half")),
     ("rollout_rule", "variance", "'max_variance' or 'highest' or 'largest_abs' or 'percentile' or 'random'"),
     ("token_rule", "top", "'advantage_entropy' or 'entropy' or 'advantage' or 'random' or 'entropy_quantile'"),
     ("token_ratio_end", 1.5, "a number in (0, 1]"),
@@ -139,7 +139,7 @@ CHANGED: dict[str, Any] = {
     "advantages_from": "kept", "selection_page_steps": 7, "importance_sampling_level": "entropy_group",
     "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old", "sampling_mask": True, "max_kept": 64,
     "refill": 2, "off_policy_rule": "token_mask", "off_policy_low": 0.4, "off_policy_high": 4.0,
-    "logits_dtype": "auto", "order_rows": "work",
+    "logits_dtype": "auto", "order_rows": "work", "group_variance_mass": 0.5, "drop_shared_tokens": True,
 }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "prefixes": (2, {"token_rule": "prefix", "token_ratio_start": 0.5, "token_ratio_end": 0.5}),
     "sampling masks": (2, {"sampling_mask": True, "top_p": 0.9, "top_k": 50, "temperature": 0.8}),
     "off-policy tokens": (2, {"sampling_mask": True, "top_p": 0.9, "off_policy_rule": "m2po", "off_policy_high": 0.03}),
+    "shared tokens": (2, {"drop_shared_tokens": True}),
+    "variance mass": (2, {"drop_shared_tokens": True, "entropy_from": "rollout", "group_variance_mass": 0.9}),
     "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
 }
 QUICK = "tokens in the update"
@@ -105,11 +107,14 @@ def test_prompts_travel_with_their_completions(together: tuple) -> None:
 
 
 def test_no_scores_travel(together: tuple) -> None:
-    """Ranks send two numbers for each rollout, the rows that move, and as many counts of tokens as for one token."""
+    """Ranks send two numbers for each rollout, the rows that move, and as many counts of tokens as for one token; also
+    the ids of all tokens, to find shared ones.
+    """
     ranks, options, outcomes, _ = together
+    most = 8 * 10 * PER_RANK[ranks] if options.get("drop_shared_tokens") else 4 * (2 * PER_RANK[ranks] + 1)
     for one in outcomes:
         for name, size in one["sent"]["_keep_rollouts"]:
-            assert "alltoall" in name or size <= 4 * (2 * PER_RANK[ranks] + 1)
+            assert "alltoall" in name or size <= most
         by_sequence = options.get("token_scope") == "sequence"
         assert one["sent"]["_choose_tokens"] == ([] if by_sequence else one["sent"]["one token"])
 
@@ -120,7 +125,8 @@ def test_the_same_tokens_and_gradient(together: tuple) -> None:
     if "d3s_kept" in single:
         assert merged(outcomes, "d3s_kept") == by_rollout(single, "d3s_kept")
     for one in outcomes:
-        for name in ("d3s/tokens_kept", "d3s/rollouts_kept"):
+        shares = ["d3s/shared_share"] if options.get("drop_shared_tokens") else []
+        for name in ("d3s/tokens_kept", "d3s/rollouts_kept", "d3s/groups_kept", *shares):
             assert one[name].tolist() == single[name].tolist(), name
         for name in ("entropy", "d3s/entropy_kept", "d3s/entropy_dropped"):
             assert one[name].tolist() == pytest.approx(single[name].tolist(), rel=1e-4, nan_ok=True), name

@@ -189,3 +189,17 @@ def test_the_schedule_moves_the_budget() -> None:
     assert logged["d3s/groups_without_spread"] == [0.5] * 3
     dropped = logged["d3s/tokens_not_forwarded"]
     assert dropped[0] > dropped[1] > dropped[2] == 0
+
+
+def test_only_groups_with_a_share_of_the_variance() -> None:
+    """The variance is of the total rewards of all functions, and no budget keeps the rollouts of other groups."""
+    made, batch = trainer(rollouts=1.0, group_variance_mass=0.9), generation_batch(5)
+    with pytest.raises(ValueError, match="rewards: got None with group_variance_mass"):
+        made._keep_rollouts(dict(batch))
+    apart = torch.linspace(-1, 1, GROUP)
+    made._rewards = torch.stack([torch.cat([apart, apart]), torch.cat([-apart, apart])], dim=1)
+    kept = made._keep_rollouts(dict(batch))
+    assert torch.equal(kept["advantages"], batch["advantages"][GROUP:])
+    assert torch.equal(kept["prompt_ids"], batch["prompt_ids"][GROUP:, -kept["prompt_ids"].shape[1] :])
+    logged = made._metrics["train"]
+    assert [float(logged[f"d3s/{name}"][0]) for name in ("groups_kept", "rollouts_kept")] == [0.5, GROUP]

@@ -34,6 +34,7 @@ def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False, ruled: b
     # The first process has the shorter prompts and completions, so rows that it receives are wider.
     batch["prompt_mask"][:8, :2] = 0
     batch["completion_mask"][:8, 6:] = 0
+    batch["completion_ids"][batch["completion_mask"].sum(dim=1) > 3, 0] = 3  # many rollouts begin alike
     batch["completion_ids"] *= batch["completion_mask"]
     batch["num_items_in_batch"] = batch["completion_mask"].sum()
     if ruled:
@@ -62,6 +63,8 @@ def kinds_of(args: Any) -> tuple[bool, bool]:
 
 def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What D3S does with a generation batch: the rows, the tokens and the gradient of the loss."""
+    if made.args.group_variance_mass is not None:
+        made._rewards = batch_of_rank(1, 0, 1)["advantages"].unsqueeze(1)
     batch = made._keep_rollouts(batch)
     if made._tokens_before_update:
         made._choose_tokens_of_batch(batch)

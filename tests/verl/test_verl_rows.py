@@ -132,6 +132,8 @@ BAD = {
     "off_policy_rule": ["icepop", None],
     "off_policy_low": [-1, "1", True, math.nan, 0.5],
     "off_policy_high": [-0.5, 2],
+    "group_variance_mass": [0, 1.5, "0.5", True],
+    "drop_shared_tokens": [1, "yes", None],
     "sampling_mask_field": ["", True],
 }
 

@@ -23,6 +23,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl_world import Rewards, a_step, draw_rewards, make_trainer, put_rollouts, rows_of, run_step
 
 import d3s_kernels as d3s
+from d3s_kernels import reference
 from d3s_kernels.metrics import NAMES
 
 D3S = "+trainer.v1.d3s_sync"
@@ -414,3 +415,35 @@ def test_a_step_that_leaves_a_choice_out_is_refused(queue: None, method: str) ->
     setattr(trainer, method, partial(getattr(PPOTrainerSync, method), trainer))
     with pytest.raises(RuntimeError, match=f"were chosen in this step: verl has not called {method}"):
         run_step(trainer, 6)
+
+
+@pytest.mark.parametrize(("denominator", "outputs"), [("kept", 1), ("all", 1), ("kept", 2)])
+def test_shared_tokens_get_no_gradient(queue: None, denominator: str, outputs: int) -> None:
+    """All responses count up from 0, so a wrong one has tokens of its own only behind the longest right one. Right
+    rollouts that are dropped count too. The outputs of a rollout are one response.
+    """
+    keys = put_rollouts({f"u{group}": [1.0, 1.0, 1.0, 0.0] for group in range(6)}, outputs=outputs)
+    lengths = tokens_in_loss(keys)
+    options = f"{D3S}.rollouts_start=2", f"{D3S}.token_ratio_start=1.0", f"{D3S}.loss_denominator={denominator}"
+    trainer = make_trainer(*options, f"{D3S}.rollout_scope=group", f"{D3S}.drop_shared_tokens=true")
+    batch, metrics = run_step(trainer, 6)
+
+    rows = [torch.arange(1, lengths[key] + 1) for key in keys]
+    offsets = torch.tensor([0, *(sum(map(len, rows[row : row + outputs])) for row in range(0, len(rows), outputs))])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0]).expand(6, 4)
+    shared = reference.shared_tokens(torch.cat(rows), advantages, offsets=offsets.cumsum(0))
+    of_rows = dict(zip(keys, shared.split([len(row) for row in rows]), strict=True))
+    assert_gradient_on(trainer, {key: torch.cat([torch.tensor([False]), ~of_rows[key]]) for key in batch.keys})
+    marked, total = sum(int(of_rows[key].sum()) for key in batch.keys), sum(lengths[key] for key in batch.keys)
+    assert metrics["d3s/shared_share"] == pytest.approx(marked / total)
+    assert 0 < marked < total
+    assert sum(trainer.actor_rollout_wg.denominators) == (total - marked if denominator == "kept" else total)
+
+
+def test_groups_with_a_share_of_the_variance(queue: None) -> None:
+    """Two groups of six vary most, and keep half of their rollouts."""
+    rewards = {f"u{group}": [0.0, 0.0, 1.0, 1.0 if group in (1, 4) else 0.0] for group in range(6)}
+    _, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.group_variance_mass=0.4")
+    assert {key.split("_")[0] for key in batch.keys} == {"u1", "u4"}
+    assert metrics["d3s/rollouts_kept"] == 4
+    assert metrics["d3s/groups_kept"] == pytest.approx(1 / 3)

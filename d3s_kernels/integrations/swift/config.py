@@ -65,6 +65,8 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
         for name, (is_set, reason) in refused.items():
             if is_set:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, which D3S does not take: {reason}")
+        if self.drop_shared_tokens:
+            raise ValueError(f"{PREFIX}drop_shared_tokens: got True, which D3S does not take in ms-swift")
         if self.advantages_from == "kept" and (self.advantage_estimator != "grpo" or self.scale_rewards == "gdpo"):
             raise ValueError(
                 f"{PREFIX}advantages_from: got 'kept' with advantage_estimator {self.advantage_estimator!r} and "

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ...denominators import DENOMINATORS, gradient_weights, only_through
 from ...metrics import OFF_POLICY_SHARE, rollout_metrics, token_metrics, token_sums
 from ...selection import Selection
-from .._transformers import RunWithBudget, without_spread
+from .._transformers import RunWithBudget, total_rewards, without_spread
 from .config import D3SConfig
 
 Samples = list[Any]  # ms-swift's samples, one for each rollout of this process
@@ -94,10 +94,11 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         advantages = self._advantages.view(-1, n)
         kept = self._selection.rollouts(
             advantages, self._progress, has_tokens=(left_out == 0).view(-1, n), multiple_of=self._multiple,
+            rewards=total_rewards(self._rewards_per_func, self.reward_weights).view(-1, n),
             generator=self._draws_of_step(advantages.device),
         )  # fmt: skip
         equal = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
-        self._log(rollout_metrics(kept.flatten(), lengths, equal, self._budget().rollouts / n))
+        self._log(rollout_metrics(kept.flatten(), lengths, equal, kept.any(dim=1), self._budget().rollouts / n))
         anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
         self._kept_advantages = anew[kept]
         here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()

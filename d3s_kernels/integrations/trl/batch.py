@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Batch = dict[str, Any]
+SHARED = "d3s_shared"  # a batch field: the tokens that drop_shared_tokens leaves out
 SETS = "d3s_sets"  # a batch field: the set that each completion token was drawn from, int32 [rows, tokens, width]
 # Batch fields of sequences that are cut at random: each row's random number, and the fields of d3s_kernels.Prefixes.
 DRAWS, PREFIX, PREFIX_WEIGHT = "d3s_draws", "d3s_prefix", "d3s_prefix_weight"
@@ -30,7 +31,7 @@ PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
 COMPLETION = {  # padded on the right
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
     "sampling_per_token_logps", "importance_sampling_ratio",
-    "d3s_entropy", "d3s_kept", "d3s_trusted", "d3s_weight", PREFIX, PREFIX_WEIGHT, UNMEASURED, SETS,
+    "d3s_entropy", "d3s_kept", "d3s_trusted", "d3s_weight", PREFIX, PREFIX_WEIGHT, UNMEASURED, SHARED, SETS,
 }  # fmt: skip
 BOTH = {"token_type_ids", "mm_token_type_ids"}
 IMAGES = (  # further arguments of TRL's method that scores tokens

@@ -118,6 +118,7 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
         if self.keep_all is True:
             everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
             others = {"drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy"}
+            others |= {"group_variance_mass": None, "drop_shared_tokens": False}
             imply(self, "keep_all", everything | others)
         imply_from_quantile(self)
         super().__post_init__()

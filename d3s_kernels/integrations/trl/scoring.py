@@ -278,12 +278,14 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         tokens, attention = both_sides(batch)
         images = {name: batch[name] for name in IMAGES if name in batch}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            logprob, entropy, aux = self._get_per_token_logps_and_entropies(
+            scores: Scores = self._get_per_token_logps_and_entropies(
                 over_sets(model, batch.get(SETS)), tokens, attention, batch["completion_ids"].size(1),
                 batch_size=self.args.per_device_train_batch_size, **images, **options,
             )  # fmt: skip
-        after = 0, all_columns - logprob.shape[1]
-        return pad(logprob, after), None if entropy is None else pad(entropy, after), aux
+        if (after := all_columns - batch["completion_ids"].shape[1]) == 0:
+            return scores
+        logprob, entropy, aux = scores
+        return pad(logprob, (0, after)), None if entropy is None else pad(entropy, (0, after)), aux
 
     def _tokens_are_independent(self, inputs: Batch) -> bool:
         """Returns whether each token's gradient depends only on the token's own log-probability. If so, dropped tokens

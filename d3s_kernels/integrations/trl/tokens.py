@@ -17,7 +17,7 @@ from ...prefixes import Prefixes
 from ...ratios import espo_terms
 from ...tokens import TokenSelection
 from ...trust import TrustedTokens
-from .batch import DRAWS, PREFIX, PREFIX_WEIGHT, SETS, UNMEASURED, Batch, loss_mask, take
+from .batch import DRAWS, PREFIX, PREFIX_WEIGHT, SETS, SHARED, UNMEASURED, Batch, loss_mask, take
 from .columns import last_columns
 from .config import D3SConfig
 from .head import HostNumber, OurHead, over_sets
@@ -51,8 +51,10 @@ class ChoosesTokens(Scoring):
             )
         trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
         if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by the ratio
-            left = trusted.mask & (ratio != 0)
-            trusted = TrustedTokens(left, trusted.weight * left, left.sum())
+            trusted = trusted.only(ratio != 0)
+        on_policy = trusted.mask
+        if SHARED in batch:
+            trusted = trusted.only(~batch[SHARED])
         if self._selection.cuts and PREFIX not in batch:
             self._cut_sequences(batch, trusted)
         if "d3s_entropy" not in batch:
@@ -66,10 +68,10 @@ class ChoosesTokens(Scoring):
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         weight = trusted.weight if chosen.weight is None else trusted.weight * chosen.weight
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, weight
-        numbers = torch.stack([chosen.mask.sum(), trusted.mask.sum()])
-        batch["d3s_tokens_kept"], batch["d3s_tokens_trusted"] = self.accelerator.gather(numbers).view(-1, 2).sum(dim=0)
+        numbers = self.accelerator.gather(torch.stack([part.sum() for part in (chosen.mask, trusted.mask, on_policy)]))
+        batch["d3s_tokens_kept"], batch["d3s_tokens_trusted"], number = numbers.view(-1, 3).sum(dim=0)
         if rule != "none" or ratio is not None:
-            self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
+            self._log({OFF_POLICY_SHARE: 1 - number / batch["num_items_in_batch"]})
 
     def _cut_sequences(self, batch: Batch, mask: Tensor | TrustedTokens) -> None:
         """Cuts sequences at random. Each row's cut depends on its random number alone, wherever the row is."""
@@ -159,13 +161,15 @@ class ChoosesTokens(Scoring):
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
         assert entropy is not None  # TRL's loss always asks for the entropies
         constant = entropy.detach()
+        left = inputs.get("d3s_trusted", mask)
         if kept is None:
-            candidates = self._prefixes(inputs, mask) if PREFIX in inputs else mask
+            left = mask & ~inputs[SHARED] if SHARED in inputs else mask
+            candidates = self._prefixes(inputs, left) if PREFIX in inputs else left
             chosen = self._choose_tokens(constant, inputs["advantages"], candidates)
             kept, threshold = chosen.mask, chosen.threshold
             weight = 1 if chosen.weight is None else chosen.weight
         head.kept = HostNumber(kept.sum())
-        totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
+        totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured, left)
         unknown = mask & ~measured
         entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of known entropies
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
@@ -180,7 +184,7 @@ class ChoosesTokens(Scoring):
             if self.args.loss_denominator == "kept":
                 if "d3s_tokens_kept" in inputs:
                     totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
-                policy, bonus = gradient_weights(self.loss_type, kept, inputs.get("d3s_trusted", mask), totals)
+                policy, bonus = gradient_weights(self.loss_type, kept, left, totals)
             select = only_through(kept, policy * weight)
 
             def hook(gradient: Tensor) -> Tensor:
@@ -240,15 +244,16 @@ class ChoosesTokens(Scoring):
         return ((prompt + used + multiple - 1) // multiple * multiple - prompt).clamp(max=columns)
 
     def _log_tokens(
-        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor,
+        left: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Logs a micro-batch's token metrics. ``measured`` marks the tokens whose entropies are known, which include
         all kept tokens. Mean entropies are over these tokens. Returns two results over all processes: a tensor with the
-        number of kept tokens and the number of all tokens, and the mean entropy.
+        number of kept tokens and the number of tokens that were ``left`` to choose from, and the mean entropy.
         """
-        sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
+        sums = torch.cat([token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured), left.sum().view(1)])
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
-        number, number_all, _, number_measured, entropy_kept, entropy_dropped = totals
+        number, number_all, _, number_measured, entropy_kept, entropy_dropped, number_left = totals
         rows = number.new_tensor(len(kept))
         of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
         weights = {
@@ -258,9 +263,9 @@ class ChoosesTokens(Scoring):
             "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
         }  # fmt: skip
-        self._log(token_metrics(totals, threshold, self._selection.token_share(self._progress)), weights)
+        self._log(token_metrics(totals[:-1], threshold, self._selection.token_share(self._progress)), weights)
         self._just_kept = HostNumber(number)
-        return totals[:2].float(), (entropy_kept + entropy_dropped) / number_measured
+        return torch.stack([number, number_left]).float(), (entropy_kept + entropy_dropped) / number_measured
 
 
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:

@@ -16,12 +16,13 @@ from accelerate import DistributedType
 from torch import Tensor
 
 from ...heads import read_head
-from ...metrics import rollout_metrics, set_metrics, set_sums
+from ...metrics import SHARED_SHARE, rollout_metrics, set_metrics, set_sums
 from ...recorder import Recorded, recording
 from ...rollouts import groups_without_spread
 from ...selection import Selection
+from ...shared_tokens import shared_tokens
 from .._transformers import total_rewards, without_spread
-from .batch import DRAWS, SETS, Batch, joined, keep_rollouts, loss_mask, take
+from .batch import DRAWS, SETS, SHARED, Batch, joined, keep_rollouts, loss_mask, take
 from .columns import trimmed
 from .config import D3SConfig
 from .head import OurHead, OverSets, check_head, d3s_head
@@ -277,22 +278,26 @@ class D3STrainer(DividesRows):
         everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one collective
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
         _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
-        keeps_all = number == advantages.numel()
+        rewards, self._rewards = self._rewards, None
+        keeps_all = number == advantages.numel() and self.args.group_variance_mass is None
         if keeps_all:
             kept = torch.ones_like(lengths, dtype=torch.bool)
         else:
             moves = ranks == 1 or not bool(everyones[:, -1].any())  # rows with images do not move between ranks
             kept = self._selection.rollouts(
                 advantages, self._progress, has_tokens=lengths > 0, multiple_of=self._multiple,
+                rewards=None if rewards is None else total_rewards(rewards, self.reward_weights).view(-1, n),
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
-        rewards, self._rewards = self._rewards, None
         # There are no rewards if a subclass computes advantages in another way.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
-        self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
+        asked = self._budget().rollouts / n
+        self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, kept.any(dim=1), asked))
+        if self.args.drop_shared_tokens:
+            batch[SHARED] = self._shared_with_right_ones(batch, advantages)
         if self._selection.cuts:
             batch[DRAWS] = self._draws_of_rollouts(own_advantages)
-        if not keeps_all:  # if all are kept, no row moves, and no host sync is needed
+        if not keeps_all:  # otherwise no row moves, and no host sync is needed
             if self.args.advantages_from == "kept":
                 anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
                 batch["advantages"] = anew.view(ranks, -1)[here]
@@ -303,4 +308,18 @@ class D3STrainer(DividesRows):
             may_cut = self._may_cut(batch["prompt_mask"].shape[1] + batch["completion_mask"].shape[1])
             batch = trimmed(batch, self.pad_to_multiple_of, may_cut)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
+        if SHARED in batch:
+            self._log({SHARED_SHARE: accelerator.gather(batch[SHARED].sum()).sum() / batch["num_items_in_batch"]})
         return batch
+
+    def _shared_with_right_ones(self, batch: Batch, advantages: Tensor) -> Tensor:
+        """Marks the shared tokens of this process's rows. ``advantages`` are those of all processes, ``[groups, n]``.
+        If a group may lie on two processes, the processes gather the tokens of all rows.
+        """
+        ids, mask, here = batch["completion_ids"], loss_mask(batch).bool(), self.accelerator.process_index
+        rows = slice(here * len(ids), (here + 1) * len(ids))
+        if len(ids) % advantages.shape[1] == 0:
+            return shared_tokens(ids, advantages.flatten()[rows].view(-1, advantages.shape[1]), mask)
+        own = self.accelerator.pad_across_processes(ids.masked_fill(~mask, -1), dim=1, pad_index=-1)
+        everyones = self.accelerator.gather(own)
+        return shared_tokens(everyones, advantages, everyones >= 0)[rows, : ids.shape[1]]

@@ -21,11 +21,20 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from ...metrics import OFF_POLICY_SHARE, rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
+from ...metrics import (
+    OFF_POLICY_SHARE,
+    SHARED_SHARE,
+    rollout_metrics,
+    set_metrics,
+    set_sums,
+    token_metrics,
+    token_sums,
+)
 from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
+from ...shared_tokens import shared_tokens
 from ...trust import weighs
 from .checks import require_config, require_head, require_sets, require_used
 from .options import POLICY_LOSS, D3SOptions
@@ -62,6 +71,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._tokens_are_chosen = False  # whether this step has chosen its tokens
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
+        self._shared: dict[str, Tensor] = {}  # with drop_shared_tokens, which tokens of the rows are shared, by key
 
     @property
     def _progress(self) -> float:
@@ -171,9 +181,16 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             fields["advantages"] = advantages
             if weighs(self.d3s.off_policy_rule):
                 fields["rollout_is_weights"] = trusted.weight
-        left, total = (trusted.mask if ruled else mask).sum(), loss_mask.sum()
-        if ruled or left != total:  # verl's rollout correction may have rejected tokens
-            metrics[OFF_POLICY_SHARE] = float(1 - left / total)
+        on_policy, total = trusted.mask if ruled else mask, loss_mask.sum()
+        if ruled or on_policy.sum() != total:  # verl's rollout correction may have rejected tokens
+            metrics[OFF_POLICY_SHARE] = float(1 - on_policy.sum() / total)
+        if self.d3s.drop_shared_tokens:
+            lengths = zip(batch.keys, offsets.diff().tolist(), strict=True)  # padding rows have no shared tokens
+            others = ~torch.cat([self._shared.get(key, torch.zeros(length).bool()) for key, length in lengths])
+            metrics[SHARED_SHARE] = float((mask.bool() & ~others).sum() / total)
+            trusted = trusted.only(others) if ruled else trusted & others
+            advantages = advantages * others
+            fields["advantages"] = advantages
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
         )
@@ -188,7 +205,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         else:
             fields |= {"advantages": advantages * kept}
             if ruled and any_kept:
-                fields["response_mask"] = trusted.mask.to(mask.dtype)
+                fields["response_mask"] = on_policy.to(mask.dtype)
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
@@ -214,7 +231,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Chooses the rollouts. Removes the dropped rows from the returned batch and from verl's storage."""
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
-        data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
+        names = ["uid", "rm_scores", "response_mask", *(["responses"] if self.d3s.drop_shared_tokens else [])]
+        data = tq.kv_batch_get(select_fields=names, **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
         rollouts = sessions(batch.keys)
         last = [rows[-1] for rows in rollouts]  # the last output of a rollout has its reward
@@ -225,12 +243,23 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         advantages = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
         advantages = advantages.masked_fill(table.isnan(), torch.nan)
         n = self.config.actor_rollout_ref.rollout.n
-        kept = self._selection.rollouts(advantages, self._progress, group_size=n, generator=self._draws("rollouts"))
+        kept = self._selection.rollouts(
+            advantages, self._progress, rewards=table, group_size=n, generator=self._draws("rollouts")
+        )
+        groups_kept = kept.any(dim=1)
         kept, advantages = kept.flatten()[places], advantages.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
             raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
 
+        if self.d3s.drop_shared_tokens:
+            order = [row for rows in rollouts for row in rows]
+            ids, masks = (data[name].unbind() for name in ("responses", "response_mask"))
+            ends = torch.tensor([0, *(sum(len(ids[row]) for row in rows) for rows in rollouts)]).cumsum(0)
+            joined, mask = (torch.cat([part[row] for row in order]) for part in (ids, masks))
+            shared = shared_tokens(joined, advantages, mask, groups=groups, offsets=ends)
+            parts = torch.split(shared, [len(ids[row]) for row in order])
+            self._shared = {batch.keys[row]: part for row, part in zip(order, parts, strict=True)}
         self._advantages = {batch.keys[row]: float(advantages[i]) for i in chosen for row in rollouts[i]}
         dropped = [key for key in batch.keys if key not in self._advantages]
         if dropped:  # verl later clears only the keys of the returned batch
@@ -238,9 +267,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
         tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
-        metrics.update(
-            _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
-        )
+        asked, without_spread = self._budget.rollouts / n, groups_without_spread(table)
+        metrics.update(_numbers(rollout_metrics(kept, lengths, without_spread, groups_kept, asked)))
         # verl's own metrics cover only the kept rollouts, whose scores are extreme. So the mean score of all rollouts
         # is logged too.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
