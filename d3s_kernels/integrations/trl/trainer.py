@@ -172,9 +172,10 @@ class D3STrainer(DividesRows):
         if every > 0 and (self._last_page is None or self._last_page // every != step // every):
             self._last_page = step
             self._page = PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
+        columns = list(inputs[0])  # TRL adds what a rollout_func returns to the examples
         batch, postponed = self._scored(inputs)
         if self.args.refill:
-            batch = self._refilled(batch, inputs)
+            batch = self._refilled(batch, columns)
         if self._page is not None:
             rewards = None if self._rewards is None else total_rewards(self._rewards, self.reward_weights)
             self._page.add_generated(batch, rewards, self.accelerator.process_index, self._tokenizer.pad_token_id)
@@ -214,9 +215,10 @@ class D3STrainer(DividesRows):
         sums = set_sums((recorded.sets >= 0).sum(2), mask, self.args.max_kept, recorded.log_mass)
         self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
 
-    def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
+    def _refilled(self, batch: Batch, columns: list[str]) -> Batch:
         """Replaces the groups whose rewards are all equal, at most ``refill`` times. Groups do not move between ranks.
-        All ranks have all rewards, so they make the same decisions without further communication.
+        All ranks have all rewards, so they make the same decisions without further communication. ``columns`` are those
+        of the data set.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
@@ -228,7 +230,7 @@ class D3STrainer(DividesRows):
         while times < self.args.refill and bool(equal.any()):
             rewards, missing = self._rewards, int(equal.view(ranks, -1).sum(dim=1).amax())
             seeds, logged = (self.args.seed, self.state.global_step, times), take_logged(self._logs)
-            more, _ = self._scored(other_prompts(dataset, inputs[0], missing, n, ranks, here, *seeds))
+            more, _ = self._scored(other_prompts(dataset, columns, missing, n, ranks, here, *seeds))
             groups = replacements(equal.view(ranks, -1), self._equal_rewards(self._rewards).view(ranks, -1))
             rows = rows_of(groups, n)
             batch = take(joined(batch, more, self._tokenizer.pad_token_id), rows[here])
