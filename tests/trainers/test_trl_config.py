@@ -102,6 +102,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "rollouts_start: got 0.5 beside keep_all, which takes 1.0; for another choice leave out keep_all": {
         "keep_all": True, "rollouts_start": 0.5,
     },
+    "advantages_from: got 'kept' beside keep_all": {
+        "keep_all": True, "rollouts": 1.0, "tokens": 1.0, "advantages_from": "kept",
+    },
     "refill: got -1; takes a whole number of at least 0": {"refill": -1},
     "scale_rewards: got 'batch' with refill; takes 'group' or 'none'": {"refill": 1, "scale_rewards": "batch"},
     "multi_objective_aggregation: got 'normalize_then_sum'": {

@@ -119,7 +119,10 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
         check_options(self)
         if self.keep_all:
             everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
-            others = {"drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy"}
+            others = {
+                "drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy",
+                "advantages_from": "all",
+            }  # fmt: skip
             imply(self, "keep_all", everything | others)
         if self.loss_type not in DENOMINATORS:
             raise ValueError(f"loss_type: got {self.loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")

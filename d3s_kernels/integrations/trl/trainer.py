@@ -275,6 +275,11 @@ class D3STrainer(DividesRows):
         message = torch.cat([own_advantages.float(), loss_mask(batch).sum(dim=1).float(), has_images])
         everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one collective
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
+        rewards, self._rewards = self._rewards, None
+        # There are no rewards if a subclass computes advantages in another way.
+        equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
+        if rewards is not None and not self.args.keep_all:  # TRL's advantages of equal rewards are rounding errors
+            advantages = advantages.masked_fill(equal.unsqueeze(1), 0.0)
         _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
         keeps_all = number == advantages.numel()
         if keeps_all:
@@ -285,14 +290,12 @@ class D3STrainer(DividesRows):
                 advantages, self._progress, has_tokens=lengths > 0, multiple_of=self._multiple,
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
-        rewards, self._rewards = self._rewards, None
-        # There are no rewards if a subclass computes advantages in another way.
-        equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
+        # With several aggregated rewards, TRL divides by the deviation of the batch, whatever ``scale_rewards`` is.
+        scale = self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
+        anew = self._selection.advantages(advantages, kept, scale=scale, without_spread=equal)
+        batch["advantages"] = anew.view(ranks, -1)[here]
         if not keeps_all:  # if all are kept, no row moves, and no host sync is needed
-            if self.args.advantages_from == "kept":
-                anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
-                batch["advantages"] = anew.view(ranks, -1)[here]
             batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
         if not keeps_all or self.args.refill:
             may_cut = self._may_cut(batch["prompt_mask"].shape[1] + batch["completion_mask"].shape[1])
