@@ -244,7 +244,7 @@ class EntropyPass(Update):
 
     def __call__(self) -> Tensor:
         self.trainer.forwards.clear()
-        return self.trainer._entropy(self.batch)[0]
+        return self.trainer._entropy_pass(self.batch)["d3s_entropy"]
 
     @property
     def did(self) -> str:

@@ -23,6 +23,7 @@ from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import OLD, Call, Scores, Scoring
 
+LOGPROB = "d3s_logprob"  # a batch field: the log-probabilities of the pass for entropies
 UNMEASURED = "d3s_unmeasured"  # a batch field: marks the rows whose dropped tokens are not in the logged entropies
 
 
@@ -55,7 +56,7 @@ class ChoosesTokens(Scoring):
             left = trusted.mask & (ratio != 0)
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
         if "d3s_entropy" not in batch:
-            batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
+            batch |= self._entropy_pass(batch)
         # The entropy pass skips only rollouts whose tokens have scores that do not depend on entropies. These tokens
         # still count as valid tokens.
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
@@ -66,25 +67,25 @@ class ChoosesTokens(Scoring):
         if rule != "none" or ratio is not None:
             self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
-    def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the rows that do not need
-        entropies. A row without a token needs none. A row with advantage 0 needs none, except if tokens are ranked by
-        entropy alone. The entropies of rows that the pass skips are 0.
+    def _entropy_pass(self, batch: Batch) -> Batch:
+        """Makes an extra pass for the entropies. Returns the batch fields that it fills: entropies, log-probabilities,
+        and a mask of the rows that do not need entropies. A row without a token needs none. A row with advantage 0
+        needs none, except if tokens are ranked by entropy alone. The values of rows that the pass skips are 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
         if self.args.token_rule not in ("entropy", "entropy_quantile"):
             useful &= batch["advantages"] != 0
         # Every process scores the same number of rows, since all processes take part in the forward of a sharded model.
-        rows = int(self.accelerator.gather(useful.sum()).max())
-        if rows == 0:
-            return torch.zeros(mask.shape, device=mask.device), ~useful
-        first = useful.long().argsort(descending=True, stable=True)[:rows]
-        scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
-        assert scored is not None  # the entropies were requested
-        # Some rows are scored only because all processes have to score the same number of rows. These rows are not
-        # logged, since a single process would skip them.
-        return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
+        rows, found = int(self.accelerator.gather(useful.sum()).max()), torch.zeros(2, *mask.shape, device=mask.device)
+        if rows > 0:
+            first = useful.long().argsort(descending=True, stable=True)[:rows]
+            logprob, entropy, _ = self._score(self.model, take(batch, first), compute_entropy=True)
+            assert entropy is not None  # the entropies were requested
+            # Some rows are scored only because all processes have to score the same number of rows. Their entropies
+            # are not logged, since a single process would skip them.
+            found = found.index_copy(1, first, torch.stack([logprob, entropy]))
+        return {LOGPROB: found[0], "d3s_entropy": found[1], UNMEASURED: ~useful}
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
         """Chooses this process's tokens: exactly the budget's share of the tokens of all processes, or of each row's
@@ -206,9 +207,7 @@ class ChoosesTokens(Scoring):
         needed_alone = call._replace(model=at_kept_tokens, tokens=tokens, attention=attention, columns=used)
         logprob, entropy, aux = needed_alone.scores()
         assert entropy is not None
-        old = inputs.get(OLD)  # with these values, the ratio of a dropped token is 1
-        if old is None:
-            old = torch.zeros(kept.shape, device=kept.device)
+        old = inputs[OLD if OLD in inputs else LOGPROB]  # with these values, the ratio of a dropped token is 1
 
         def of_all_tokens(scored: Tensor, earlier: Tensor) -> Tensor:
             earlier = torch.where(kept, 0.0, earlier).to(scored.dtype)
