@@ -169,7 +169,7 @@ class Update:
         """What the latest call forwarded, and what it kept."""
         kept = []
         if isinstance(self.trainer, D3STrainer):
-            number, all_tokens = self.trainer._just_kept.value(), int(self.batch["num_items_in_batch"])
+            number, all_tokens = self.trainer._just_counted.value()[0], int(self.batch["num_items_in_batch"])
             kept = [f"{number:,} of {all_tokens:,} tokens kept"]
         return "; ".join([*self.forwarded, *kept])
 

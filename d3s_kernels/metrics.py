@@ -28,8 +28,8 @@ NAMES = {
 """Every metric and its meaning."""
 
 OFF_POLICY_SHARE = "d3s/off_policy_share"
-"""The name of one more metric: the share of the kept rollouts' tokens that are left out as off-policy. The metric is
-logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
+"""The name of one more metric: the share of the kept rollouts' tokens that are left out as off-policy, or whose loss a
+trainer's own correction multiplies by 0. The metric is logged if an ``off_policy_rule`` or such a correction is in use.
 """
 
 LARGEST = "d3s/largest_micro_batch"  # the log of several updates has the largest value, not the mean

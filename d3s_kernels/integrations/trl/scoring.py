@@ -29,6 +29,7 @@ from .head import OverSets, over_sets
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss
 OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # batch fields with results of passes without gradient
+RATIO = "importance_sampling_ratio"  # a batch field: TRL's factors where it corrects vLLM's probabilities
 
 
 class UnknownTRL(RuntimeError):

@@ -4,6 +4,7 @@ micro-batch separately.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from .columns import last_columns
 from .config import D3SConfig
 from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
-from .scoring import OLD, Call, Scores, Scoring
+from .scoring import OLD, RATIO, Call, Scores, Scoring
 
 LOGPROB = "d3s_logprob"  # a batch field: the log-probabilities of the pass for entropies
+ASKED = "d3s_token_share_asked"  # a batch field: the budget's share of tokens when the tokens were chosen
 UNMEASURED = "d3s_unmeasured"  # a batch field: marks the rows whose dropped tokens are not in the logged entropies
 
 
@@ -34,8 +36,11 @@ class ChoosesTokens(Scoring):
     epsilon_high: Any
     _gradient_was_selected = False  # whether a gradient has reached the hook in _score_for_loss in this step
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-    _just_kept = HostNumber(torch.zeros(()))  # the number of kept tokens in the latest micro-batch, over all processes
-    _kept_in_update = 0  # the number of kept tokens of the current update so far
+    # Numbers of tokens in the latest micro-batch, over all processes: the kept ones, all, those whose loss has a weight
+    # above 0, and the kept ones of these.
+    _just_counted = HostNumber(torch.zeros(4))
+    _counted_in_update: tuple[int, ...] = (0, 0, 0, 0)  # the same numbers of the current update so far
+    _warned_of_weights = False
     _page: PageOfBatch | None = None  # set while the trainer trains on a generation batch that gets a page
 
     @property
@@ -44,7 +49,7 @@ class ChoosesTokens(Scoring):
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Chooses the tokens of a whole generation batch, and stores the choice in the batch."""
-        mask, ratio, rule = loss_mask(batch).bool(), batch.get("importance_sampling_ratio"), self.args.off_policy_rule
+        mask, ratio, rule = loss_mask(batch).bool(), batch.get(RATIO), self.args.off_policy_rule
         log_p, log_q, group = batch.get(OLD), batch.get("sampling_per_token_logps"), self._process_group
         if log_q is None and rule != "none":
             raise ValueError(
@@ -53,7 +58,7 @@ class ChoosesTokens(Scoring):
             )
         trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
         if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by the ratio
-            left = trusted.mask & (ratio != 0)
+            left = weighted(batch, trusted.mask)
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
         if "d3s_entropy" not in batch:
             batch |= self._entropy_pass(batch)
@@ -62,10 +67,9 @@ class ChoosesTokens(Scoring):
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, trusted.weight
+        batch[ASKED] = torch.tensor(self._budget().token_ratio, dtype=torch.float64)  # the update may be a later step's
         numbers = torch.stack([chosen.mask.sum(), trusted.mask.sum()])
         batch["d3s_tokens_kept"], batch["d3s_tokens_trusted"] = self.accelerator.gather(numbers).view(-1, 2).sum(dim=0)
-        if rule != "none" or ratio is not None:
-            self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
     def _entropy_pass(self, batch: Batch) -> Batch:
         """Makes an extra pass for the entropies. Returns the batch fields that it fills: entropies, log-probabilities,
@@ -114,16 +118,29 @@ class ChoosesTokens(Scoring):
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
         # TRL's own code has already caused a host sync, so reading the number does not wait.
-        number, metrics = self._just_kept.value(), self._metrics["train"]
+        numbers, metrics = self._just_counted.value(), self._metrics["train"]
         # Checkpoints contain this part of the trainer's state. A new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
-        counts["num_tokens_kept"] += number
+        counts["num_tokens_kept"] += numbers[0]
         metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # one value, since TRL logs a list's mean
-        self._kept_in_update += number
+        self._counted_in_update = tuple(map(sum, zip(self._counted_in_update, numbers, strict=True)))
         if self.accelerator.sync_gradients:  # the update's last micro-batch
-            metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
-            self._kept_in_update = 0
+            metrics["d3s/updates_without_tokens"].append(float(self._counted_in_update[0] == 0))
+            self._warn_of_weights(*self._counted_in_update)
+            self._counted_in_update = (0, 0, 0, 0)
         return loss
+
+    def _warn_of_weights(self, kept: int, number: int, left: int, kept_left: int) -> None:
+        """Warns once, on the main process, if off-policyness leaves an update without a policy gradient."""
+        lost = number > 0 and (left == 0 or (kept > 0 and kept_left == 0))
+        if lost and not self._warned_of_weights and self.accelerator.is_main_process:
+            self._warned_of_weights = True
+            warnings.warn(
+                f"{OFF_POLICY_SHARE}: {number - left} of {number} tokens of an update are left out as off-policy "
+                "or have the weight 0, so that it has no policy gradient. Wider bounds leave more: those of "
+                "off_policy_rule, or vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max",
+                stacklevel=2,
+            )
 
     def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
         """Returns the scores for TRL's loss. Hooks on the scores let gradient flow only through the kept tokens."""
@@ -139,10 +156,11 @@ class ChoosesTokens(Scoring):
         assert entropy is not None  # TRL's loss always asks for the entropies
         constant = entropy.detach()
         if kept is None:
-            chosen = self._choose_tokens(constant, inputs["advantages"], mask)
-            kept, threshold = chosen.mask, chosen.threshold
+            trusted = weighted(inputs, mask) if self._tokens_are_independent(inputs) else mask
+            chosen = self._choose_tokens(constant, inputs["advantages"], trusted)
+            kept, threshold, inputs["d3s_trusted"] = chosen.mask, chosen.threshold, trusted
         head.kept = HostNumber(kept.sum())
-        totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
+        totals, mean = self._log_tokens(kept, mask, constant, inputs, threshold, measured)
         unknown = mask & ~measured
         entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of known entropies
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
@@ -157,7 +175,7 @@ class ChoosesTokens(Scoring):
             if self.args.loss_denominator == "kept":
                 if "d3s_tokens_kept" in inputs:
                     totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
-                policy, bonus = gradient_weights(self.loss_type, kept, inputs.get("d3s_trusted", mask), totals)
+                policy, bonus = gradient_weights(self.loss_type, kept, inputs["d3s_trusted"], totals)
             select = only_through(kept, policy * inputs.get("d3s_weight", 1))
 
             def hook(gradient: Tensor) -> Tensor:
@@ -225,27 +243,39 @@ class ChoosesTokens(Scoring):
         return ((prompt + used + multiple - 1) // multiple * multiple - prompt).clamp(max=columns)
 
     def _log_tokens(
-        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
+        self, kept: Tensor, mask: Tensor, entropy: Tensor, inputs: Batch, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logs a micro-batch's token metrics. ``measured`` marks the tokens whose entropies are known, which include
         all kept tokens. Mean entropies are over these tokens. Returns two results over all processes: a tensor with the
-        number of kept tokens and the number of all tokens, and the mean entropy.
+        number of kept tokens and the number of tokens that are not left out as off-policy, and the mean entropy.
         """
-        sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
-        totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
-        number, number_all, _, number_measured, entropy_kept, entropy_dropped = totals
+        trusted = inputs["d3s_trusted"]
+        left = weighted(inputs, trusted)
+        sums = token_sums(kept, mask, entropy, inputs["advantages"].unsqueeze(1), measured)
+        of_weights = torch.stack([trusted.sum(), left.sum(), (kept & left).sum()])
+        totals: Tensor = self.accelerator.reduce(torch.cat([sums, of_weights]), reduction="sum")
+        number, number_all, _, number_measured, entropy_kept, entropy_dropped, number_trusted, *of_left = totals
         rows = number.new_tensor(len(kept))
         of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
         weights = {
             "d3s/token_share": number_all, "d3s/entropy_kept": number, "d3s/positive_advantage_share": number,
             "d3s/entropy_dropped": number_measured - number, "d3s/threshold": threshold.isfinite().sum(),
-            "entropy": number_measured, "kl": number_all,
+            "entropy": number_measured, "kl": number_all, OFF_POLICY_SHARE: number_all,
             "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
         }  # fmt: skip
-        self._log(token_metrics(totals, threshold, self._budget().token_ratio), weights)
-        self._just_kept = HostNumber(number)
-        return totals[:2].float(), (entropy_kept + entropy_dropped) / number_measured
+        asked = float(inputs[ASKED]) if ASKED in inputs else self._budget().token_ratio
+        metrics = token_metrics(totals[:6], threshold, asked)
+        if self.args.off_policy_rule != "none" or RATIO in inputs:
+            metrics[OFF_POLICY_SHARE] = 1 - of_left[0] / number_all
+        self._log(metrics, weights)
+        self._just_counted = HostNumber(torch.stack([number, number_all, *of_left]))
+        return torch.stack([number, number_trusted]).float(), (entropy_kept + entropy_dropped) / number_measured
+
+
+def weighted(batch: Batch, mask: Tensor) -> Tensor:
+    """Returns the tokens of ``mask`` whose loss TRL's correction of vLLM's probabilities does not multiply by 0."""
+    return mask & (batch[RATIO] != 0) if RATIO in batch else mask
 
 
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...heads import read_head
 from ...metrics import rollout_metrics, set_metrics, set_sums
 from ...recorder import Recorded, recording
-from ...rollouts import groups_without_spread
+from ...rollouts import Scale, groups_without_spread
 from ...selection import Selection
 from .._transformers import total_rewards, without_spread
 from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take
@@ -114,7 +114,7 @@ class D3STrainer(DividesRows):
                 return
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._last_page, self._kept_in_update = None, 0  # a new run starts new pages and a new update
+        self._last_page, self._counted_in_update = None, (0, 0, 0, 0)  # a new run starts new pages and a new update
         return super().train(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
@@ -292,7 +292,7 @@ class D3STrainer(DividesRows):
             )  # fmt: skip
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
         # With several aggregated rewards, TRL divides by the deviation of the batch, whatever ``scale_rewards`` is.
-        scale = self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
+        scale: Scale = self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
         anew = self._selection.advantages(advantages, kept, scale=scale, without_spread=equal)
         batch["advantages"] = anew.view(ranks, -1)[here]
         if not keeps_all:  # if all are kept, no row moves, and no host sync is needed
