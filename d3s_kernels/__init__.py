@@ -13,7 +13,7 @@ from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts
 from .sampling import SamplingMask
 from .sampling_rules import sampling_mask_from_logits
-from .schedule import Budget, DownSamplingSchedule
+from .schedule import Budget, DownSamplingSchedule, progress_of
 from .selection import Selection
 from .selection_options import SelectionOptions
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
@@ -55,6 +55,7 @@ __all__ = [
     "max_variance_select",
     "micro_batches",
     "plan_rollouts",
+    "progress_of",
     "sampling_mask_from_logits",
     "select_rollouts",
     "select_tokens",

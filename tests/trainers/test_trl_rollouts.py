@@ -202,7 +202,7 @@ def test_rounding_errors_are_not_normalised() -> None:
 
 
 def test_the_schedule_moves_the_budget() -> None:
-    made = trainer(rollouts_start=2, rollouts_end=8, token_ratio_start=0.1, token_ratio_end=0.5, max_steps=10)
+    made = trainer(rollouts_start=2, rollouts_end=8, token_ratio_start=0.1, token_ratio_end=0.5, max_steps=11)
     sizes = []
     for step in (0, 5, 10):
         made.state.global_step = step

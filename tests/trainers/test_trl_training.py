@@ -220,7 +220,7 @@ def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkey
     """Counted over a whole run: what was logged is what was computed, and together with what was not it is all."""
     in_backward: list[int] = []
     looked_at(monkeypatch, backward, "_sum_over_tiles", lambda *call: in_backward.append(len(call[3].hidden)))
-    made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
+    made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=0.75)
     with forwards(made.model) as policy:
         made.train()
     history = [row for row in made.state.log_history if "loss" in row]

@@ -267,7 +267,7 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
 @pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (10, 4, 0.28), (11, 4, 0.3)])
 def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, rollouts: int, ratio: float) -> None:
     ends = "rollouts_start=2", "rollouts_end=4", "token_ratio_start=0.1", "token_ratio_end=0.3"
-    _, batch, metrics = a_step(draw_rewards(), *(f"{D3S}.{end}" for end in ends), step=step, steps=10)
+    _, batch, metrics = a_step(draw_rewards(), *(f"{D3S}.{end}" for end in ends), step=step, steps=11)
     assert metrics["d3s/rollout_share_asked"] == rollouts / 4
     assert metrics["d3s/token_share_asked"] == pytest.approx(ratio)
     assert metrics["d3s/rollouts_kept"] == len(rows_of(batch, "uid")) == 6 * rollouts

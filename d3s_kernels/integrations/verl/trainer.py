@@ -23,7 +23,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from ...metrics import OFF_POLICY_SHARE, rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
 from ...rollouts import group_advantages, groups_without_spread
-from ...schedule import Budget
+from ...schedule import Budget, progress_of
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
 from ...trust import weighs
@@ -67,7 +67,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     @property
     def _progress(self) -> float:
-        return float((self.global_steps - 1) / self.total_training_steps)  # verl counts steps from 1
+        return progress_of(self.global_steps - 1, self.total_training_steps)  # verl counts steps from 1
 
     @property
     def _budget(self) -> Budget:
