@@ -109,13 +109,29 @@ def check_options(options: Any, section: str = "") -> None:
         bounds_of(options.off_policy_rule, options.off_policy_low, options.off_policy_high, names)
 
 
+# For a rule, the options that it leaves no choice: the scores of "random" are random numbers, never 0.
+_TAKEN: dict[str, dict[str, Any]] = {
+    "entropy_quantile": {"token_scope": "batch", "drop_zeros": False}, "random": {"drop_zeros": False},
+}  # fmt: skip
+
+
 def check_token_rule(options: Any, section: str = "") -> None:
-    """Raises a ValueError for token options that rule "entropy_quantile" does not support."""
-    if options.token_rule != "entropy_quantile":
-        return
-    for name, takes in (("token_scope", "batch"), ("drop_zeros", False)):
+    """Raises a ValueError for options that the rule for tokens does not support."""
+    for name, takes in _TAKEN.get(options.token_rule, {}).items():
         if (value := getattr(options, name)) != takes:
-            raise ValueError(f"{section}{name}: got {value!r} with token_rule 'entropy_quantile'; takes {takes!r}")
+            raise ValueError(f"{section}{name}: got {value!r} with token_rule {options.token_rule!r}; takes {takes!r}")
+
+
+def require_mode(options: Any, mode: str, names: Sequence[str], section: str = "") -> None:
+    """Raises a ValueError if one of these options, which only ``mode`` reads, does not have its default."""
+    for each in dataclasses.fields(options):
+        if each.name not in names:
+            continue
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if (value := getattr(options, each.name)) != default:
+            raise ValueError(
+                f"{section}{each.name}: got {value!r} without {mode}, which alone reads it; takes {default!r}"
+            )
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:

@@ -146,7 +146,8 @@ def select_tokens(
     "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
     ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than
     the share if entropies tie, keeps nothing if an entropy is NaN, fails for more than 2^24 tokens, and causes a host
-    sync. "entropy_quantile" always pools the batch, so ``offsets`` have no effect. It refuses ``drop_zeros``.
+    sync. "entropy_quantile" always pools the batch, so ``offsets`` have no effect. It refuses ``drop_zeros``, and so
+    does "random".
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.

@@ -176,7 +176,7 @@ def other_cases() -> list[object]:
         bad("generator", select_rollouts, SCORES.to(ELSEWHERE), 2, rule="random", generator=seeded),
         bad("generator", *tokens, EACH, 0.5, generator=seeded),
         bad("generator", *tokens, None, 0.5, rule="random", generator="a seed"),
-        bad("drop_zeros", *tokens, None, 0.5, rule="entropy_quantile", drop_zeros=True),
+        *(bad("drop_zeros", *tokens, None, 0.5, rule=rule, drop_zeros=True) for rule in ("entropy_quantile", "random")),
         *each("mask", (torch.ones(3), [True]), compact, capacity=2),
         *each("capacity", (-1, 1.5, None), compact, trues(3)),
         *each("scale", ("std", True), group_advantages, SCORES),

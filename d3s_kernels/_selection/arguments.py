@@ -113,6 +113,8 @@ def select_tokens_arguments(
         require_tensors(entropy=entropy)
     require_segments(entropy, segments)
     require_flag("drop_zeros", drop_zeros)
+    if drop_zeros and TOKENS[rule].draws:
+        raise ValueError(f"drop_zeros: got True with rule {rule!r}; takes False: scores are random numbers, never 0")
     number, tensor = _ratio_argument(ratio, entropy)
     mask = checked_mask(mask, entropy)
     _require_generator(generator, rule, TOKENS[rule].draws, entropy)

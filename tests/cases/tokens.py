@@ -85,7 +85,8 @@ def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
     rule = rule or draw.choice(reference.TOKEN_RULES)
     given = with_rule(draw, public_arguments("select_tokens", select_tokens(draw)), rule)
     # This rule takes the quantile over the whole batch, and does not keep an exact number of tokens.
-    return given | ({"scope": "batch", "drop_zeros": False} if rule == "entropy_quantile" else {})
+    fixed = {"entropy_quantile": {"scope": "batch", "drop_zeros": False}, "random": {"drop_zeros": False}}
+    return given | fixed.get(rule, {})
 
 
 @op(

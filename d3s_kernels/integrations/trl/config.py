@@ -11,7 +11,17 @@ from trl import GRPOConfig
 from ...denominators import DENOMINATORS
 from ...schedule import DownSamplingSchedule
 from ...selection import Selection
-from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check_options, one_of, option, whole
+from ...selection_options import (
+    ALPHA,
+    FLAG,
+    QUANTILES,
+    SelectionOptions,
+    check_options,
+    one_of,
+    option,
+    require_mode,
+    whole,
+)
 from ...trust import weighs
 from .._head_options import HeadOptions
 from .._transformers import check_token_options, imply
@@ -131,6 +141,11 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
                 f"loss_type: got {self.loss_type!r} with importance_sampling_level 'entropy_group'; takes "
                 f"{' or '.join(map(repr, ESPO_LOSSES))}"
             )
+        if self.importance_sampling_level != "entropy_group":
+            of_espo = "espo_quantiles", "espo_alpha", "espo_denominator"
+            require_mode(self, "importance_sampling_level='entropy_group'", of_espo)
+        if not self.sampling_mask:
+            require_mode(self, "sampling_mask=True", ["max_kept"])
         check_token_options(self)
         rule = self.off_policy_rule
         if rule != "none" and self.entropy_from == "update":  # the rule is applied before the update
