@@ -105,8 +105,16 @@ def check_options(options: Any, section: str = "") -> None:
         if not takes.fits(value := getattr(options, name)):
             raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
     if isinstance(options, SelectionOptions):
+        rule, bounds = options.off_policy_rule, (options.off_policy_low, options.off_policy_high)
         names = f"{section}off_policy_low", f"{section}off_policy_high"
-        bounds_of(options.off_policy_rule, options.off_policy_low, options.off_policy_high, names)
+        if rule != "none":
+            bounds_of(rule, *bounds, names)
+        for name, bound in zip(names, bounds, strict=True):
+            if rule == "none" and bound is not None:
+                raise ValueError(
+                    f"{name}: got {bound} with {section}off_policy_rule 'none'; takes None, or set "
+                    f"{section}off_policy_rule to {' or '.join(map(repr, RULES))}"
+                )
 
 
 # For a rule, the options that it leaves no choice: the scores of "random" are random numbers, never 0.
