@@ -144,6 +144,14 @@ def as_float32(name: str, values: Tensor) -> Tensor:
     return values.float()
 
 
+def integers_as_float32(name: str, values: Tensor) -> Tensor:
+    """Converts bool and integers to float32, and returns other values as they are."""
+    if values.dtype.is_floating_point or values.dtype.is_complex:
+        return values
+    require_readable(**{name: values})
+    return values.float()
+
+
 def require_no_tangent(**arguments: Tensor | None) -> None:
     """Raises for tensors with a forward-mode tangent: torch would silently treat the ops' results as constants."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():

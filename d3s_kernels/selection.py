@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._across_ranks.rollouts import most_varied
-from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
+from ._arguments import as_bool, integers_as_float32, is_known, require_scope, require_tensors, whole_number
 from ._groups import ranks_of
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -178,7 +178,9 @@ class Selection:
             tensor([ True,  True,  True, False,  True,  True])
         """
         rule, scope = self.options.rollout_rule, self.options.rollout_scope
+        require_tensors(advantages=advantages)
         if has_tokens is not None:
+            require_tensors(has_tokens=has_tokens)
             if has_tokens.shape != advantages.shape:
                 shapes = list(has_tokens.shape), list(advantages.shape)
                 raise ValueError(f"has_tokens: got shape {shapes[0]}; takes that of advantages, {shapes[1]}")
@@ -351,9 +353,10 @@ def choose_rollouts(
     rounding tie, and ties go to the earlier group.
 
     Args:
-        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite advantages are
-            never kept. On a GPU without ``groups``, the host does not count the finite advantages, so the number of
-            kept rollouts is right only if all advantages are finite. With ``groups``, the host counts them.
+        advantages: as in :func:`d3s_kernels.select_rollouts`, ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite
+            advantages are never kept. On a GPU without ``groups``, the host does not count the finite advantages, so
+            the number of kept rollouts is right only if all advantages are finite. With ``groups``, the host counts
+            them.
         keep: at least 1. Groups with fewer rollouts keep all of them.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
         groups, multiple_of: as in :meth:`Selection.rollouts`.
@@ -381,6 +384,8 @@ def choose_rollouts(
         tensor([ True,  True,  True, False,  True,  True])
     """
     require_scope(scope, "group")
+    require_tensors(advantages=advantages)
+    advantages = integers_as_float32("advantages", advantages)  # NaN pads groups
     keep, multiple_of = whole_number("keep", keep, at_least=1), whole_number("multiple_of", multiple_of, at_least=1)
     if groups is not None:
         table, places = in_groups(advantages, groups)

@@ -119,7 +119,8 @@ def segment_cases() -> list[object]:
         *(("advantages|values", partial(select_rollouts, rule=rule), (2,)) for rule in ROLLOUT_RULES),
         *(("entropy", partial(select_tokens, rule=rule), (one, 0.5)) for rule in TOKEN_RULES),
     ):
-        dtypes = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.long)
+        dtypes = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.cfloat)
+        dtypes += (torch.long,) if name in ("scores", "entropy") else ()
         wrong = [*map(SCORES.to, dtypes), torch.zeros(()), [0.0, 1.0]]
         cases += [bad(name, function, values, *rest) for values in wrong]
         cases += [bad(f"{name}|offsets", function, SCORES, *rest, offsets=torch.tensor([0, 12]))]

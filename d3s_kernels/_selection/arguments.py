@@ -15,6 +15,7 @@ from torch import Tensor
 from .._arguments import (
     checked_mask,
     in_a_graph,
+    integers_as_float32,
     is_known,
     is_number,
     require_flag,
@@ -171,7 +172,7 @@ def max_variance_arguments(
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
     number, tensor = _whole_argument("keep", keep, values)
-    return values, number, tensor, checked_mask(mask, values), *segments
+    return integers_as_float32("values", values), number, tensor, checked_mask(mask, values), *segments
 
 
 def select_rollouts_arguments(
@@ -188,8 +189,9 @@ def select_rollouts_arguments(
     rule.
     """
     require_tensors(advantages=advantages)
+    advantages = integers_as_float32("advantages", advantages)
     if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op's error would say `values`
-        raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
+        raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16, float16 or integers")
     require_rule(rule, ROLLOUT_RULES)
     _require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
     segments = offsets, None, require_scope(scope, "group")
