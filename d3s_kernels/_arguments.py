@@ -62,9 +62,16 @@ def _require_subclass(name: str, value: object, takes: str) -> Tensor:
     (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
+        raise no_tensor(name, value, takes)
     require_readable(**{name: value})
     return value
+
+
+def no_tensor(name: str, value: object, takes: str = "a tensor") -> TypeError:
+    """Returns the error for a value that is no tensor. For an array or a list, it says what makes a tensor of it."""
+    kind = type(value).__name__
+    made = {"ndarray": "torch.from_numpy", "list": "torch.tensor", "tuple": "torch.tensor"}.get(kind)
+    return TypeError(f"{name}: got {kind}; takes {takes}" + (f": {made}({name}) is one" if made else ""))
 
 
 def require_readable(**arguments: object) -> None:
@@ -215,7 +222,7 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
     """
     if not isinstance(temperature, Tensor):
         if not is_number(temperature):
-            raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
+            raise no_tensor("temperature", temperature, "a number or a float tensor")
         if torch.compiler.is_compiling():
             require_temperature(temperature)
             return 1.0, in_a_graph(temperature, like).float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._arguments import require_optional_tensors, require_tensors
 from .rollouts import groups_without_spread
 from .schedule import Budget
 from .tokens import TokenSelection
@@ -172,6 +173,8 @@ def selection_metrics(
         >>> [round(float(metrics[name]), 3) for name in names]
         [6.0, 0.5, 0.596]
     """
+    require_tensors(advantages=advantages, rollout_mask=rollout_mask, token_mask=token_mask)
+    require_optional_tensors(advantages, rewards=rewards)
     if advantages.dim() != 2:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n]")
     groups, n = advantages.shape

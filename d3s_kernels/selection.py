@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from ._across_ranks.rollouts import most_varied
-from ._arguments import as_bool, integers_as_float32, is_known, require_scope, require_tensors, whole_number
+from ._arguments import (
+    as_bool,
+    integers_as_float32,
+    is_known,
+    require_optional_tensors,
+    require_scope,
+    require_tensors,
+    whole_number,
+)
 from ._groups import ranks_of
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -227,6 +235,8 @@ class Selection:
         Returns:
             The argument ``advantages``; or, with "kept", float32 of the same shape, with 0 for dropped rollouts.
         """
+        require_tensors(advantages=advantages, kept=kept)
+        require_optional_tensors(advantages, without_spread=without_spread)
         if groups is not None:
             table, places = in_groups(advantages, groups)
             kept = torch.zeros_like(table, dtype=torch.bool).view(-1).index_put((places,), kept).view_as(table)
@@ -259,6 +269,7 @@ class Selection:
         """
         rule, low, high = self.options.off_policy_rule, self.options.off_policy_low, self.options.off_policy_high
         if rule == "none" and mask is not None:
+            require_tensors(mask=mask)
             present = as_bool("mask", mask)
             return TrustedTokens(present, present.float(), present.sum())
         require_tensors(logprob=logprob, sampling_logprob=sampling_logprob)
@@ -289,6 +300,7 @@ class Selection:
         so that no token bypasses the rule.
         """
         options = self.options
+        require_tensors(entropy=entropy)
         if isinstance(mask, TrustedTokens):
             mask = mask.mask
         elif options.off_policy_rule != "none":
@@ -318,6 +330,7 @@ class Selection:
         With ``process_group``, the denominator is summed over the ranks; each rank sends one value. A trainer that
         averages gradients over the ranks must then multiply the loss by the number of ranks.
         """
+        require_tensors(mask=mask)
         number = (tokens.mask if self.options.loss_denominator == "kept" else mask).sum()
         if process_group is not None:
             number = ranks_of(process_group).add_(number)
@@ -506,6 +519,7 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
         >>> d3s.group_advantages(rewards, scale="none").flatten()[places]
         tensor([ 0.5000,  0.0000, -0.5000])
     """
+    require_tensors(values=values)
     labels = labels_of(groups)
     if values.shape != (len(labels),):
         shape = list(values.shape)

@@ -29,7 +29,7 @@ ROOMS = {
     "savings": "_head _segments micro_batches rollouts selection selection_options tokens",
     # what users call
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
-    "metrics": "rollouts schedule tokens",
+    "metrics": "_arguments rollouts schedule tokens",
     "selection": "_across_ranks _arguments _groups rollouts schedule selection_options tokens trust",
     "selection_options": "rollouts tokens trust",
     "trust": "_across_ranks _arguments _groups _segments _selection _torch",
@@ -40,7 +40,7 @@ ROOMS = {
     "rollouts": "_across_ranks _arguments _dispatch _segments _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
-    "micro_batches": "_groups",
+    "micro_batches": "_arguments _groups",
     "denominators": "",
     "recorder": "",
     "sampling_rules": "_arguments _dispatch sampling",

@@ -18,6 +18,7 @@ from .._arguments import (
     integers_as_float32,
     is_known,
     is_number,
+    no_tensor,
     require_flag,
     require_number,
     require_optional_tensors,
@@ -43,7 +44,7 @@ def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float |
         require_optional_tensors(like, ratio=ratio)
         return None, ratio
     if not is_number(ratio):
-        raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
+        raise no_tensor("ratio", ratio, "a number or a 0-d tensor")
     if torch.compiler.is_compiling():
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
