@@ -224,6 +224,27 @@ def test_completions_without_log_probabilities_are_refused(saved: str) -> None:
         generated(made)
 
 
+def rollouts_of(logprobs: list[float | None]) -> Any:
+    """A rollout_func with these log-probabilities of three tokens."""
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        ids = [[5, 6, 7 + place] for place in range(len(prompts))]
+        return {"prompt_ids": [[3]] * len(ids), "completion_ids": ids, "logprobs": [logprobs] * len(ids)}
+
+    return rollout
+
+
+def test_log_probabilities_of_a_rollout_func_are_whole_where_they_are_read(saved: str) -> None:
+    """TRL pads them with 0, the probability 1."""
+    generated(trainer(policy=saved, rollout_func=rollouts_of([-4.0, -4.0])))
+    made = trainer(policy=saved, off_policy_rule="kpop", rollout_func=rollouts_of([-4.0, -4.0]))
+    with pytest.raises(ValueError, match=r"rollout_func: got 2 logprobs for 3 completion_ids of rollout 0; takes"):
+        generated(made)
+    options = {"off_policy_rule": "token_mask", "off_policy_low": 0.0, "off_policy_high": 1e9}
+    batch = generated(trainer(policy=saved, rollout_func=rollouts_of([-4.0, None, -4.0]), **options))
+    assert batch["d3s_trusted"].tolist() == [[True, False, True]] * len(batch["advantages"])
+
+
 def test_over_sampled_sets(saved: str) -> None:
     """sampling_mask records with which probability a token was drawn: nothing is off-policy in the first update."""
     made = trainer(policy=saved, sampling_mask=True, top_k=5, off_policy_rule="sequence_error", off_policy_high=1.001)
