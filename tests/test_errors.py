@@ -246,7 +246,7 @@ def test_bad_argument(argument: str, function: Callable[..., object], args: tupl
         ("rewards: got dtype torch.complex64; takes bool, integers", lambda: group_advantages(SCORES.cfloat())),
         ("rewards: got dtype torch.complex64; takes bool, integers", lambda: groups_without_spread(SCORES.cfloat())),
         (
-            "rewards: got dtype Int; takes float32, bfloat16, float16 or float64",
+            "rewards: got dtype torch.int32; takes float32, bfloat16, float16 or float64",
             lambda: ops.group_advantages(FLAT.int()),
         ),
     ],
@@ -263,7 +263,7 @@ def test_out_of_memory() -> None:
 
 
 def test_out_of_memory_on_a_gpu_is_what_trainers_catch() -> None:
-    message = "d3s_kernels: out of memory: cannot allocate [9, 5] of Float on cuda:0"
+    message = "d3s_kernels: out of memory: cannot allocate [9, 5] of torch.float32 on cuda:0"
 
     def op(*arguments: object) -> None:
         raise RuntimeError(message)
