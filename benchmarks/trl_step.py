@@ -169,7 +169,7 @@ class Update:
         """What the latest call forwarded, and what it kept."""
         kept = []
         if isinstance(self.trainer, D3STrainer):
-            number, all_tokens = self.trainer._just_kept.value(), int(self.batch["num_items_in_batch"])
+            number, all_tokens = self.trainer._just_counted.value()[0], int(self.batch["num_items_in_batch"])
             kept = [f"{number:,} of {all_tokens:,} tokens kept"]
         return "; ".join([*self.forwarded, *kept])
 
@@ -244,7 +244,7 @@ class EntropyPass(Update):
 
     def __call__(self) -> Tensor:
         self.trainer.forwards.clear()
-        return self.trainer._entropy(self.batch)[0]
+        return self.trainer._entropy_pass(self.batch)["d3s_entropy"]
 
     @property
     def did(self) -> str:

@@ -72,14 +72,44 @@ inline std::ostream& operator<<(std::ostream& out, const shape& s) {
   return out << shape_text({sizes.data(), sizes.data() + s.tensor.dim()});
 }
 
+// The name of a dtype as Python prints it: torch.float64, not Double.
+inline const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool:
+      return "torch.bool";
+    case ScalarType::Byte:
+      return "torch.uint8";
+    case ScalarType::Char:
+      return "torch.int8";
+    case ScalarType::Short:
+      return "torch.int16";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Long:
+      return "torch.int64";
+    case ScalarType::Half:
+      return "torch.float16";
+    case ScalarType::BFloat16:
+      return "torch.bfloat16";
+    case ScalarType::Float:
+      return "torch.float32";
+    case ScalarType::Double:
+      return "torch.float64";
+    case ScalarType::ComplexFloat:
+      return "torch.complex64";
+    case ScalarType::ComplexDouble:
+      return "torch.complex128";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
 struct dtype {
   const Tensor& tensor;
   explicit dtype(const Tensor& t) : tensor(t) {}
 };
 
-inline std::ostream& operator<<(std::ostream& out, const dtype& d) {
-  return out << torch::headeronly::toString(d.tensor.scalar_type());
-}
+inline std::ostream& operator<<(std::ostream& out, const dtype& d) { return out << dtype_name(d.tensor.scalar_type()); }
 
 inline bool same_shape(const Tensor& a, const Tensor& b, int64_t dims) {
   if (a.dim() < dims || b.dim() < dims) return false;
@@ -152,7 +182,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Te
                                               like.get_device_index(), &handle);
   if (error != TORCH_SUCCESS)  // _dispatch/ops.py raises torch.OutOfMemoryError, as torch does on a GPU
     throw std::runtime_error("d3s_kernels: out of memory: cannot allocate " + shape_text(sizes) + " of " +
-                             torch::headeronly::toString(type) + " on " +
+                             dtype_name(type) + " on " +
                              (like.is_cuda() ? "cuda:" + std::to_string(like.get_device_index()) : "the CPU"));
   return Tensor(handle);
 }

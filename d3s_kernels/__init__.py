@@ -14,7 +14,7 @@ from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts, variance_mass
 from .sampling import SamplingMask
 from .sampling_rules import sampling_mask_from_logits
-from .schedule import Budget, DownSamplingSchedule
+from .schedule import Budget, DownSamplingSchedule, progress_of
 from .selection import Selection
 from .selection_options import SelectionOptions
 from .shared_tokens import shared_tokens
@@ -58,6 +58,7 @@ __all__ = [
     "max_variance_select",
     "micro_batches",
     "plan_rollouts",
+    "progress_of",
     "random_prefixes",
     "sampling_mask_from_logits",
     "select_rollouts",

@@ -62,9 +62,16 @@ def _require_subclass(name: str, value: object, takes: str) -> Tensor:
     (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
+        raise no_tensor(name, value, takes)
     require_readable(**{name: value})
     return value
+
+
+def no_tensor(name: str, value: object, takes: str = "a tensor") -> TypeError:
+    """Returns the error for a value that is no tensor. For an array or a list, it says what makes a tensor of it."""
+    kind = type(value).__name__
+    made = {"ndarray": "torch.from_numpy", "list": "torch.tensor", "tuple": "torch.tensor"}.get(kind)
+    return TypeError(f"{name}: got {kind}; takes {takes}" + (f": {made}({name}) is one" if made else ""))
 
 
 def require_readable(**arguments: object) -> None:
@@ -144,6 +151,14 @@ def as_float32(name: str, values: Tensor) -> Tensor:
     return values.float()
 
 
+def integers_as_float32(name: str, values: Tensor) -> Tensor:
+    """Converts bool and integers to float32, and returns other values as they are."""
+    if values.dtype.is_floating_point or values.dtype.is_complex:
+        return values
+    require_readable(**{name: values})
+    return values.float()
+
+
 def require_no_tangent(**arguments: Tensor | None) -> None:
     """Raises for tensors with a forward-mode tangent: torch would silently treat the ops' results as constants."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
@@ -207,7 +222,7 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
     """
     if not isinstance(temperature, Tensor):
         if not is_number(temperature):
-            raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
+            raise no_tensor("temperature", temperature, "a number or a float tensor")
         if torch.compiler.is_compiling():
             require_temperature(temperature)
             return 1.0, in_a_graph(temperature, like).float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._arguments import require_optional_tensors, require_tensors
 from .rollouts import groups_without_spread
 from .schedule import Budget
 from .tokens import TokenSelection
@@ -29,8 +30,8 @@ NAMES = {
 """Every metric and its meaning."""
 
 OFF_POLICY_SHARE = "d3s/off_policy_share"
-"""The name of one more metric: the share of the kept rollouts' tokens that are left out as off-policy. The metric is
-logged if an ``off_policy_rule``, or a trainer's own correction, may leave tokens out.
+"""The name of one more metric: the share of the kept rollouts' tokens that are left out as off-policy, or whose loss a
+trainer's own correction multiplies by 0. The metric is logged if an ``off_policy_rule`` or such a correction is in use.
 """
 
 SHARED_SHARE = "d3s/shared_share"
@@ -182,6 +183,8 @@ def selection_metrics(
         >>> [round(float(metrics[name]), 3) for name in names]
         [6.0, 0.5, 0.596]
     """
+    require_tensors(advantages=advantages, rollout_mask=rollout_mask, token_mask=token_mask)
+    require_optional_tensors(advantages, rewards=rewards)
     if advantages.dim() != 2:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n]")
     groups, n = advantages.shape

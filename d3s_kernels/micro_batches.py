@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import no_tensor
 from ._groups import ranks_of
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def micro_batches(
 
 def _require_lengths(name: str, values: Tensor, lengths: Tensor) -> None:
     if not isinstance(values, Tensor):
-        raise TypeError(f"{name}: got {type(values).__name__}; takes a tensor of integers")
+        raise no_tensor(name, values, "a tensor of integers")
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{name}: got dtype {values.dtype}; takes integers")
     if values.dim() != 1 or len(values) != len(lengths):

@@ -217,7 +217,8 @@ def max_variance_select(
     Across ranks, values are gathered once. Nothing is sent if each segment is whole on one rank.
 
     Args:
-        values: ``[..., n]``, each row is a segment; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        values: ``[..., n]``, each row is a segment; or ``[N]`` with ``offsets``. float32, bfloat16, float16, bool or
+            integers, which are converted to float32: exact up to 2^24.
         keep: at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the device.
         mask: bool, or integer (0 means False), the shape of ``values``. Values where the mask is False are never kept.
             NaN and infinite values are never kept either.
@@ -297,9 +298,9 @@ def select_rollouts(
     ``d3s_kernels/_across_ranks/rollouts.py``. No more data is sent than without ``equal_rows``.
 
     Args:
-        advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
-            Instead of advantages, you may pass rewards or any other value for each rollout (for GFPO's shortest
-            responses: ``-length``).
+        advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16, float16, bool or
+            integers, which are converted to float32: exact up to 2^24. Instead of advantages, you may pass rewards or
+            any other value for each rollout (for GFPO's shortest responses: ``-length``).
         keep: the number of rollouts to keep for each group, at least 1: a number, or a 0-d int64 or int32 tensor, which
             is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; PODS, 2504.13818; GFPO, 2508.09726; CPPO, 2503.22342.
@@ -334,7 +335,7 @@ def select_rollouts(
         >>> d3s.select_rollouts(advantages, 1)
         tensor([[False, False, False],
                 [ True,  True, False]])
-        >>> lengths = torch.tensor([[310.0, 120.0, 205.0]])
+        >>> lengths = torch.tensor([[310, 120, 205]])
         >>> d3s.select_rollouts(-lengths, 2, rule="highest", scope="group")
         tensor([[False,  True,  True]])
     """

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import is_known, require_optional_tensors, require_readable, require_tensors, require_whole
+from ._arguments import is_known, no_tensor, require_optional_tensors, require_readable, require_tensors, require_whole
 from ._dispatch import ops
 from ._together import NO_SAMPLING_MASK, SamplingArguments
 
@@ -288,7 +288,7 @@ def _numbers(name: str, values: Tensor | bytes) -> Tensor:
             raise ValueError(f"{name}: got {len(values)} bytes; takes those of int32, 4 each")
         return torch.frombuffer(bytearray(values), dtype=torch.int32) if len(values) else torch.empty(0).int()
     if not isinstance(values, Tensor):
-        raise TypeError(f"{name}: got {type(values).__name__}; takes a tensor, or bytes of int32")
+        raise no_tensor(name, values, "a tensor, or bytes of int32")
     require_readable(**{name: values})
     if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: got shape {list(values.shape)} of {values.dtype}; takes int32 or int64 [n]")

@@ -15,6 +15,22 @@ class Budget(NamedTuple):
     token_ratio: float
 
 
+def progress_of(step: int, total_steps: int) -> float:
+    """Returns the share of training that is done when a step begins: 0 in the first step, and 1 in the last, so that it
+    has the schedule's end. All our trainers use this.
+
+    Args:
+        step: the number of steps before this one. From ``total_steps`` on, training is done.
+        total_steps: the number of steps of the run. 1 step, or a number below 1 (which is not known yet), is a start.
+
+    Example:
+        >>> import d3s_kernels as d3s
+        >>> [d3s.progress_of(step, 5) for step in range(5)]
+        [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    return min(step / (total_steps - 1), 1.0) if total_steps > 1 else 0.0
+
+
 class DownSamplingSchedule:
     """A function from the progress of training to the budget, which changes from ``start`` to ``end``.
 

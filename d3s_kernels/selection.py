@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ._across_ranks.rollouts import Layout, most_varied
 from ._across_ranks.rollouts import variance_mass as variance_mass_of_ranks
-from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
+from ._arguments import (
+    as_bool,
+    integers_as_float32,
+    is_known,
+    require_optional_tensors,
+    require_scope,
+    require_tensors,
+    whole_number,
+)
 from ._groups import ranks_of
 from ._selection.groups import in_groups as in_groups
 from ._selection.groups import labels_of
@@ -193,7 +201,9 @@ class Selection:
             tensor([ True,  True,  True, False,  True,  True])
         """
         rule, scope = self.options.rollout_rule, self.options.rollout_scope
+        require_tensors(advantages=advantages)
         if has_tokens is not None:
+            require_tensors(has_tokens=has_tokens)
             if has_tokens.shape != advantages.shape:
                 shapes = list(has_tokens.shape), list(advantages.shape)
                 raise ValueError(f"has_tokens: got shape {shapes[0]}; takes that of advantages, {shapes[1]}")
@@ -282,6 +292,8 @@ class Selection:
         Returns:
             The argument ``advantages``; or, with "kept", float32 of the same shape, with 0 for dropped rollouts.
         """
+        require_tensors(advantages=advantages, kept=kept)
+        require_optional_tensors(advantages, without_spread=without_spread)
         if groups is not None:
             table, places = in_groups(advantages, groups)
             kept = torch.zeros_like(table, dtype=torch.bool).view(-1).index_put((places,), kept).view_as(table)
@@ -314,6 +326,7 @@ class Selection:
         """
         rule, low, high = self.options.off_policy_rule, self.options.off_policy_low, self.options.off_policy_high
         if rule == "none" and mask is not None:
+            require_tensors(mask=mask)
             present = as_bool("mask", mask)
             return TrustedTokens(present, present.float(), present.sum())
         require_tensors(logprob=logprob, sampling_logprob=sampling_logprob)
@@ -421,6 +434,7 @@ class Selection:
         :meth:`prefixes`; otherwise sequences are cut here.
         """
         options = self.options
+        require_tensors(entropy=entropy)
         candidates = mask if isinstance(mask, Prefixes) else self._mask_of(mask)
         draws = options.token_rule == "random" or (self.cuts and not isinstance(mask, Prefixes))
         return select_tokens(
@@ -447,6 +461,7 @@ class Selection:
         With ``process_group``, the denominator is summed over the ranks; each rank sends one value. A trainer that
         averages gradients over the ranks must then multiply the loss by the number of ranks.
         """
+        require_tensors(mask=mask)
         number = (tokens.mask if self.options.loss_denominator == "kept" else mask).sum()
         if process_group is not None:
             number = ranks_of(process_group).add_(number)
@@ -482,9 +497,10 @@ def choose_rollouts(
     rounding tie, and ties go to the earlier group.
 
     Args:
-        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite advantages are
-            never kept. On a GPU without ``groups``, the host does not count the finite advantages, so the number of
-            kept rollouts is right only if all advantages are finite. With ``groups``, the host counts them.
+        advantages: as in :func:`d3s_kernels.select_rollouts`, ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite
+            advantages are never kept. On a GPU without ``groups``, the host does not count the finite advantages, so
+            the number of kept rollouts is right only if all advantages are finite. With ``groups``, the host counts
+            them.
         keep: at least 1. Groups with fewer rollouts keep all of them.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
         groups, multiple_of: as in :meth:`Selection.rollouts`.
@@ -512,6 +528,8 @@ def choose_rollouts(
         tensor([ True,  True,  True, False,  True,  True])
     """
     require_scope(scope, "group")
+    require_tensors(advantages=advantages)
+    advantages = integers_as_float32("advantages", advantages)  # NaN pads groups
     keep, multiple_of = whole_number("keep", keep, at_least=1), whole_number("multiple_of", multiple_of, at_least=1)
     if groups is not None:
         table, places = in_groups(advantages, groups)

@@ -106,24 +106,46 @@ def check_options(options: Any, section: str = "") -> None:
         if not takes.fits(value := getattr(options, name)):
             raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
     if isinstance(options, SelectionOptions):
+        rule, bounds = options.off_policy_rule, (options.off_policy_low, options.off_policy_high)
         names = f"{section}off_policy_low", f"{section}off_policy_high"
-        bounds_of(options.off_policy_rule, options.off_policy_low, options.off_policy_high, names)
+        if rule != "none":
+            bounds_of(rule, *bounds, names)
+        for name, bound in zip(names, bounds, strict=True):
+            if rule == "none" and bound is not None:
+                raise ValueError(
+                    f"{name}: got {bound} with {section}off_policy_rule 'none'; takes None, or set "
+                    f"{section}off_policy_rule to {' or '.join(map(repr, RULES))}"
+                )
+
+
+# For a rule, the options that it leaves no choice: the scores of "random" are random numbers, never 0.
+_TAKEN: dict[str, dict[str, Any]] = {
+    "entropy_quantile": {"token_scope": "batch", "drop_zeros": False}, "random": {"drop_zeros": False},
+    "prefix": {"token_scope": "batch", "loss_denominator": "all"},
+    "prefix_advantage_entropy": {"loss_denominator": "all"},
+}  # fmt: skip
 
 
 def check_token_rule(options: Any, section: str = "") -> None:
-    """Raises a ValueError for token options that the token rule does not support."""
-    rule = options.token_rule
-    taken: dict[str, dict[str, Any]] = {
-        "entropy_quantile": {"token_scope": "batch", "drop_zeros": False},
-        "prefix": {"token_scope": "batch", "loss_denominator": "all"},
-        "prefix_advantage_entropy": {"loss_denominator": "all"},
-    }
-    for name, takes in taken.get(rule, {}).items():
+    """Raises a ValueError for options that the rule for tokens does not support."""
+    for name, takes in _TAKEN.get(options.token_rule, {}).items():
         if (value := getattr(options, name)) != takes:
-            raise ValueError(f"{section}{name}: got {value!r} with token_rule {rule!r}; takes {takes!r}")
+            raise ValueError(f"{section}{name}: got {value!r} with token_rule {options.token_rule!r}; takes {takes!r}")
     for name in ("token_ratio_start", "token_ratio_end"):
-        if rule == "prefix" and (value := getattr(options, name)) < 0.5:
+        if options.token_rule == "prefix" and (value := getattr(options, name)) < 0.5:
             raise ValueError(f"{section}{name}: got {value!r} with token_rule 'prefix'; takes a number in [0.5, 1]")
+
+
+def require_mode(options: Any, mode: str, names: Sequence[str], section: str = "") -> None:
+    """Raises a ValueError if one of these options, which only ``mode`` reads, does not have its default."""
+    for each in dataclasses.fields(options):
+        if each.name not in names:
+            continue
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if (value := getattr(options, each.name)) != default:
+            raise ValueError(
+                f"{section}{each.name}: got {value!r} without {mode}, which alone reads it; takes {default!r}"
+            )
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:

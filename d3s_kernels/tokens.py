@@ -155,7 +155,8 @@ def select_tokens(
     "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
     ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than
     the share if entropies tie, keeps nothing if an entropy is NaN, fails for more than 2^24 tokens, and causes a host
-    sync. "entropy_quantile" always pools the batch, so ``offsets`` have no effect. It refuses ``drop_zeros``.
+    sync. "entropy_quantile" always pools the batch, so ``offsets`` have no effect. It refuses ``drop_zeros``, and so
+    does "random".
 
     The last two rules cut each sequence with :func:`d3s_kernels.random_prefixes`. "prefix" keeps all tokens before the
     cut, on average the share ``ratio``, which is at least 0.5. "prefix_advantage_entropy" cuts with the ratio 0.5, and

@@ -223,17 +223,17 @@ def weighs(rule: str) -> bool:
 def bounds_of(
     rule: str, low: float | None, high: float | None, names: tuple[str, str] = ("low", "high")
 ) -> tuple[float, float]:
-    """Returns the lower and the upper bound: the caller's bounds, or else the defaults of the rule. The rule "none"
-    takes no bounds. Error messages call the two bounds by ``names``.
+    """Returns the lower and the upper bound: the caller's bounds, or else the defaults of the rule. Error messages call
+    the two bounds by ``names``.
     """
-    row = RULES.get(rule, Row(_log_ratio, high=0.0))
-    for name, value, taken in zip(names, (low, high), (row.is_ratio, rule in RULES), strict=True):
+    row = RULES[rule]
+    for name, value in zip(names, (low, high), strict=True):
         if value is not None:
             require_number(**{name: value})
-        if value is not None and not taken:
-            raise ValueError(f"{name}: got {value} with rule {rule!r}; takes None")
         if value is not None and not value >= 0:
             raise ValueError(f"{name}: got {value}; takes a number of at least 0")
+    if low is not None and not row.is_ratio:
+        raise ValueError(f"{names[0]}: got {low} with rule {rule!r}; takes None: the rule has an upper bound alone")
     lowest, highest = (row.low or 0.0) if low is None else low, row.high if high is None else high
     if highest is None:
         raise ValueError(f"{names[1]}: got None with rule {rule!r}, which has no default; takes a number of at least 0")

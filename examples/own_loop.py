@@ -117,7 +117,7 @@ def main() -> None:
     selection = d3s.Selection(rollouts_start=4, rollouts_end=12, token_ratio_start=0.2, token_ratio_end=0.5, **trust)
     print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'trusted':>8} {'tokens':>7}")
     for step in range(steps):
-        progress = step / max(1, steps - 1)
+        progress = d3s.progress_of(step, steps)
         if step % NEW_WEIGHTS == 0:
             engine.load_state_dict(policy.state_dict())
         reward, trusted = update(policy, engine, optimizer, selection, progress)

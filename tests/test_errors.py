@@ -119,7 +119,8 @@ def segment_cases() -> list[object]:
         *(("advantages|values", partial(select_rollouts, rule=rule), (2,)) for rule in ROLLOUT_RULES),
         *(("entropy", partial(select_tokens, rule=rule), (one, 0.5)) for rule in TOKEN_RULES),
     ):
-        dtypes = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.long)
+        dtypes = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.cfloat)
+        dtypes += (torch.long,) if name in ("scores", "entropy") else ()
         wrong = [*map(SCORES.to, dtypes), torch.zeros(()), [0.0, 1.0]]
         cases += [bad(name, function, values, *rest) for values in wrong]
         cases += [bad(f"{name}|offsets", function, SCORES, *rest, offsets=torch.tensor([0, 12]))]
@@ -176,7 +177,7 @@ def other_cases() -> list[object]:
         bad("generator", select_rollouts, SCORES.to(ELSEWHERE), 2, rule="random", generator=seeded),
         bad("generator", *tokens, EACH, 0.5, generator=seeded),
         bad("generator", *tokens, None, 0.5, rule="random", generator="a seed"),
-        bad("drop_zeros", *tokens, None, 0.5, rule="entropy_quantile", drop_zeros=True),
+        *(bad("drop_zeros", *tokens, None, 0.5, rule=rule, drop_zeros=True) for rule in ("entropy_quantile", "random")),
         *each("mask", (torch.ones(3), [True]), compact, capacity=2),
         *each("capacity", (-1, 1.5, None), compact, trues(3)),
         *each("scale", ("std", True), group_advantages, SCORES),
@@ -245,7 +246,7 @@ def test_bad_argument(argument: str, function: Callable[..., object], args: tupl
         ("rewards: got dtype torch.complex64; takes bool, integers", lambda: group_advantages(SCORES.cfloat())),
         ("rewards: got dtype torch.complex64; takes bool, integers", lambda: groups_without_spread(SCORES.cfloat())),
         (
-            "rewards: got dtype Int; takes float32, bfloat16, float16 or float64",
+            "rewards: got dtype torch.int32; takes float32, bfloat16, float16 or float64",
             lambda: ops.group_advantages(FLAT.int()),
         ),
     ],
@@ -262,7 +263,7 @@ def test_out_of_memory() -> None:
 
 
 def test_out_of_memory_on_a_gpu_is_what_trainers_catch() -> None:
-    message = "d3s_kernels: out of memory: cannot allocate [9, 5] of Float on cuda:0"
+    message = "d3s_kernels: out of memory: cannot allocate [9, 5] of torch.float32 on cuda:0"
 
     def op(*arguments: object) -> None:
         raise RuntimeError(message)

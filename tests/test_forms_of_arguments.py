@@ -20,6 +20,8 @@ from torch.nn import Parameter
 
 import d3s_kernels as d3s
 from d3s_kernels import distributed
+from d3s_kernels.metrics import selection_metrics
+from d3s_kernels.selection import choose_rollouts, in_groups
 
 MASK, FLAT_MASK = torch.tensor([[True, False, True], [True, True, False]]), torch.tensor([True, False, True, True])
 LOGITS, LABELS = torch.linspace(-3, 3, 30).view(2, 3, 5), torch.tensor([[0, 4, 2], [-100, 1, 3]])
@@ -84,6 +86,34 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert_same_bits(ours, theirs)
     else:
         assert ours == theirs
+
+
+# ---- arrays and lists ------------------------------------------------------------------------------------------------
+
+_selection, _tokens = d3s.Selection(advantages_from="kept"), d3s.select_tokens(VALUES, VALUES[:, 0], 0.5)
+_of_step = {"advantages": VALUES, "rollout_mask": MASK, "token_mask": MASK.flatten()[:, None], "rewards": VALUES}
+OF_STEPS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "rollouts": (_selection.rollouts, {"advantages": VALUES, "progress": 0.0, "has_tokens": MASK}),
+    "advantages": (_selection.advantages, {"advantages": VALUES, "kept": MASK, "without_spread": MASK[:, 0]}),
+    "trusted": (_selection.trusted, {"logprob": None, "sampling_logprob": None, "mask": MASK}),
+    "tokens": (_selection.tokens, {"entropy": VALUES, "advantages": VALUES[:, 0], "progress": 0.0, "mask": MASK}),
+    "denominator": (_selection.denominator, {"tokens": _tokens, "mask": MASK}),
+    "choose_rollouts": (choose_rollouts, {"advantages": VALUES, "keep": 1}),
+    "in_groups": (in_groups, {"values": FLAT, "groups": "abab"}),
+    "selection_metrics": (selection_metrics, {**_of_step, "tokens": _tokens}),
+    "micro_batches": (d3s.micro_batches, {"lengths": OFFSETS, "number": 1}),
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OF_STEPS])
+def test_of_an_array_or_a_list_it_is_said_what_makes_a_tensor(name: str) -> None:
+    function, given = (CALLS | OF_STEPS)[name]
+    for argument, value in given.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            for wrong, made in ((value.numpy(), "from_numpy"), (value.tolist(), "tensor")):
+                said = rf"^{argument}: got (ndarray|list); takes .*: torch\.{made}\({argument}\) is one$"
+                with pytest.raises(TypeError, match=said):
+                    function(**{**given, argument: wrong})
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

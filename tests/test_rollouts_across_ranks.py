@@ -319,7 +319,7 @@ REFUSED = {  # what is bad, message
         ({"keep": 0}, "keep: got 0; takes at least 1"),
         ({"keep": torch.tensor(0)}, "keep: got 0; takes at least 1"),
         ({"keep": 1.5}, "keep: got 1.5; takes a whole number"),
-        ({"values": FLAT.long()}, "values: "),
+        ({"values": FLAT.double()}, "values: "),
         ({"values": [1.0]}, "values: got list; takes a tensor"),
         ({"mask": torch.ones(6)}, "mask: "),
         ({"mask": torch.ones(5).bool()}, "mask: "),

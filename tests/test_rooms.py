@@ -30,7 +30,7 @@ ROOMS = {
     "savings": "_head _segments micro_batches rollouts selection selection_options tokens",
     # what users call
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
-    "metrics": "rollouts schedule tokens",
+    "metrics": "_arguments rollouts schedule tokens",
     "selection": "_across_ranks _arguments _groups _selection prefixes rollouts schedule selection_options "
     "shared_tokens tokens trust",
     "selection_options": "rollouts tokens trust",
@@ -44,7 +44,7 @@ ROOMS = {
     "shared_tokens": "_arguments _segments _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
-    "micro_batches": "_groups",
+    "micro_batches": "_arguments _groups",
     "denominators": "",
     "recorder": "",
     "sampling_rules": "_arguments _dispatch sampling",

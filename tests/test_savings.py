@@ -143,9 +143,11 @@ def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypa
 
     advantages = seen[:2][-1]["advantages"].view(2, 8)
     entropy, on_policy = torch.zeros(16, 12), torch.arange(12) < lengths[:, None]
-    if "d3s_kept" in (chosen := seen[-1]):
-        place = chosen["completion_ids"][:, :1] - 2, torch.arange(chosen["d3s_kept"].shape[1])
-        entropy[place], on_policy[place] = chosen["d3s_entropy"], chosen["d3s_trusted"]
+    chosen = seen[-1]
+    if choice != TRL:
+        place = chosen["completion_ids"][:, :1] - 2, torch.arange(chosen["completion_ids"].shape[1])
+        on_policy[place] = chosen["completion_mask"].bool() & (chosen.get("importance_sampling_ratio", 1) != 0)
+        entropy[place] = chosen.get("d3s_entropy", torch.zeros(()))
     shuffled = torch.cat([part["completion_ids"][:, 0] for part in made._buffered_inputs]) - 2
     order = torch.zeros(16, dtype=torch.int64).index_copy(0, shuffled, torch.arange(len(shuffled)))
     batch = f"--prompts 2 --micro-batch 4 --token-share 0.25 --prompt-length 2 --passes {passes}"
@@ -162,7 +164,7 @@ def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypa
         max(rows * columns for rows, columns, _ in trained),
     )
     assert choice != NOTHING or len({rows for rows, *_ in trained}) > 1
-    assert (on_policy.sum() < lengths.sum()) == (tokens == "on-policy")
+    assert (on_policy.sum() < lengths.sum()) == (passes == "vllm")
     if choice != TRL:
         logged = {name: [float(value) for value in values] for name, values in made._metrics["train"].items()}
         counting.model = Model(1, 0, 0, 1, 1)

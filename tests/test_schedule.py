@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d3s_kernels import Budget, DownSamplingSchedule
+from d3s_kernels import Budget, DownSamplingSchedule, progress_of
 
 SHAPES = ("linear", "cosine", "exponential")
 progresses = st.floats(0, 1)
@@ -25,6 +25,11 @@ def test_the_ends_are_exact(shape: str) -> None:
     schedule = DownSamplingSchedule(start, end, shape)
     assert schedule(0) == start
     assert schedule(1) == end
+
+
+def test_the_last_step_has_the_end() -> None:
+    assert [progress_of(step, 4) for step in (0, 3, 4)] == [0, 1, 1]
+    assert [progress_of(0, steps) for steps in (1, 0, -1)] == [0, 0, 0]
 
 
 @given(progresses)

@@ -7,6 +7,7 @@ import torch
 from helpers import assert_identical, random_generator, unwritten
 
 from d3s_kernels import group_advantages, max_variance_select, reference, select_rollouts
+from d3s_kernels.selection import choose_rollouts
 
 RULES = ("max_variance", "highest", "largest_abs", "percentile", "random")
 SCOPES = ("batch", "group")
@@ -75,6 +76,18 @@ def test_percentiles_of_many_groups() -> None:
     for scope in SCOPES:
         options = {"rule": "percentile", "offsets": offsets, "scope": scope}
         assert_identical(select_rollouts(values, 999, **options), reference.select_rollouts(values, 999, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_are_taken(dtype: torch.dtype) -> None:
+    """Lengths, for instance: those of a mask's rows are its sum."""
+    lengths = torch.tensor([[210, 1, 0], [7, 0, 8]]).to(dtype)
+    for rule in set(RULES) - {"random"}:
+        options = {"rule": rule, "scope": "group"}
+        assert_identical(select_rollouts(lengths, 2, **options), select_rollouts(lengths.float(), 2, **options))
+    assert_identical(max_variance_select(lengths, 1), max_variance_select(lengths.float(), 1))
+    found = choose_rollouts(lengths.flatten(), 1, groups="abbccc")
+    assert_identical(found, choose_rollouts(lengths.flatten().float(), 1, groups="abbccc"))
 
 
 @pytest.mark.slow_elsewhere("that draws are even there too, which no kernel makes")

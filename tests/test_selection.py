@@ -55,6 +55,10 @@ def test_keywords_a_mapping_and_words_say_the_same() -> None:
             {"token_rule": "entropy_quantile", "drop_zeros": True},
             r"s\.drop_zeros: got True with token_rule 'entropy_quantile'; takes False",
         ),
+        (
+            {"token_rule": "random", "drop_zeros": True},
+            r"s\.drop_zeros: got True with token_rule 'random'; takes False",
+        ),
     ],
 )
 def test_bad_options_are_named(values: dict[str, Any], message: str) -> None:

@@ -345,7 +345,9 @@ def test_the_share_of_tokens_follows_the_schedule(hooks: ModuleType) -> None:
         batch, logits, _ = micro_batch()
         _, metrics = hooks.token_loss(args, batch, logits, lambda values: values.sum())
         shares.append(int(metrics["d3s/token_share"]))
-    assert shares == [math.ceil(share * 13) for share in (0.1, 0.5, 0.82)]  # of 13 tokens that are not masked
+    assert shares == [
+        math.ceil(share * 13) for share in (0.1, 0.1 + 0.8 * 5 / 9, 0.9)
+    ]  # of 13 tokens that are not masked
 
 
 def share_of(module: ModuleType, batch: dict[str, Any], logits: Tensor) -> Tensor:

@@ -173,11 +173,13 @@ def test_what_is_refused() -> None:
 
     takes = r"takes contiguous float32 \[rows, 4\]"
     for shape in ([0, 3, 4], [2, 3, 5], [4], [2, 2, 3, 4]):
-        said = rf"state: got shape {re.escape(str(shape))} of Float; {takes} or \[shards, rows, 4\]$"
+        said = rf"state: got shape {re.escape(str(shape))} of torch.float32; {takes} or \[shards, rows, 4\]$"
         refused(said, OPS.softmax_state_finish, torch.zeros(shape))
     refused(r"temperature: got shape \[2\]", OPS.softmax_state_finish, torch.zeros(2, 3, 4), 1.0, torch.ones(2))
     update, state = OPS.softmax_state_, no_logits(3)
-    refused(rf"state: got shape \[2, 3, 4\] of Float; {takes}$", update, torch.zeros(2, 3, 4), logits, labels, 0)
+    refused(
+        rf"state: got shape \[2, 3, 4\] of torch.float32; {takes}$", update, torch.zeros(2, 3, 4), logits, labels, 0
+    )
     refused(r"logits: got shape \[3, 20\]; takes \[..., tile\] with the row", update, no_logits(4), logits, labels, 0)
     refused(r"mask: got shape \[2\]", update, state, logits, labels, 0, mask=torch.ones(2).bool())
     backward, statistics = OPS.logprob_entropy_backward, torch.zeros(3, 3)

@@ -164,9 +164,9 @@ KEYS = torch.zeros(4, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: OPS.topk_order_keys(torch.zeros(3).long()), "scores: got dtype Long"),
+        (lambda: OPS.topk_order_keys(torch.zeros(3).long()), "scores: got dtype torch.int64"),
         (lambda: OPS.topk_order_keys(torch.zeros(3), torch.zeros(2)), "advantages: got shape"),
-        (lambda: OPS.topk_count_digit(KEYS.long(), SEARCH, 21, 11), "keys: got Long"),
+        (lambda: OPS.topk_count_digit(KEYS.long(), SEARCH, 21, 11), "keys: got torch.int64"),
         (lambda: OPS.topk_count_digit(KEYS, SEARCH[:, :2], 21, 11), "search: got shape"),
         (lambda: OPS.topk_count_digit(KEYS, SEARCH, 20, 12), "bits: got 12; takes 1 to 11"),
         (lambda: OPS.topk_count_digit(KEYS, SEARCH, 22, 11), "shift: got 22 of 11 bits; takes 0 to 21"),

@@ -64,8 +64,8 @@ KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& t
   const auto checked = [&](const char* argument, const Tensor& tensor, ScalarType type) {
     require(
         tensor.dim() == 1 && tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == grad.numel(),
-        argument, "got shape ", shape(tensor), " of ", dtype(tensor), "; takes contiguous ",
-        torch::headeronly::toString(type), " with one for each place");
+        argument, "got shape ", shape(tensor), " of ", dtype(tensor), "; takes contiguous ", dtype_name(type),
+        " with one for each place");
     require_same_device(argument, tensor, like);
   };
   checked("grad", grad, ScalarType::Float);

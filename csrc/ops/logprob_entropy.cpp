@@ -155,7 +155,7 @@ GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
   GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};
   if (!grad_dtype || *grad_dtype == logits.scalar_type()) return out;
   require(rows.type == FloatType::kFloat32 && (*grad_dtype == ScalarType::BFloat16 || *grad_dtype == ScalarType::Half),
-          "grad_dtype", "got ", torch::headeronly::toString(*grad_dtype),
+          "grad_dtype", "got ", dtype_name(*grad_dtype),
           "; takes the dtype of the logits, or bfloat16 or float16 for float32 logits");
   out.type = float_type(*grad_dtype);
   for (int d = 0; d < out.layout.dims; ++d) out.layout.strides[d] *= 2;

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import as_bool, require_flag, require_readable, require_tensors, require_values
+from .._arguments import as_bool, no_tensor, require_flag, require_readable, require_tensors, require_values
 from .._groups import ranks_of
 from .agreement import agree
 
@@ -160,12 +160,12 @@ def exchange_rows(
 
     def check() -> None:
         if not isinstance(columns, Mapping):
-            raise TypeError(f"values: got {type(values).__name__}; takes a tensor or a dict of tensors")
+            raise no_tensor("values", values, "a tensor or a dict of tensors")
         if not isinstance(plan, RowPlan):
             raise TypeError(f"plan: got {type(plan).__name__}; takes what plan_rows returns")
         for name, column in columns.items():
             if not isinstance(column, Tensor):
-                raise TypeError(f"{name}: got {type(column).__name__}; takes a tensor")
+                raise no_tensor(name, column)
             if not column.is_quantized:  # a quantised tensor is allowed: its rows are moved unchanged
                 require_readable(**{name: column})
             if column.device != plan.staying.device:

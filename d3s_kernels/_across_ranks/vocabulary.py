@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from .._arguments import (
     checked_mask,
+    no_tensor,
     require_no_tangent,
     require_readable,
     require_tensors,
@@ -310,7 +311,7 @@ class ShardedArgument:
     ) -> None:
         self._name, self._tensor = name, tensor
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}; takes a tensor")
+            raise no_tensor(name, tensor)
         if isinstance(tensor, DTensor):
             for argument, value in (("vocab_start", vocab_start), ("process_group", process_group)):
                 if value is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._arguments import as_bool, require_plain
+from .._arguments import as_bool, no_tensor, require_plain
 from .text import decoder, token_texts
 
 _TAKES = "takes integers [rollouts, tokens] with a tokenizer, or for each rollout a list of token texts"
@@ -61,7 +61,7 @@ def _counts(mask: Tensor | None, lengths: list[int]) -> list[list[bool]]:
     if mask is None:
         return [[True] * length for length in lengths]
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: got {type(mask).__name__}; takes a tensor or None")
+        raise no_tensor("mask", mask, "a tensor or None")
     require_plain(mask=mask)
     longest = max(lengths, default=0)
     if mask.dim() != 2 or len(mask) != len(lengths) or mask.shape[1] < longest:
@@ -100,7 +100,7 @@ def per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], dt
 
 def _checked(name: str, value: Tensor, dtype: Dtype) -> Tensor:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}; takes a {dtype} tensor")
+        raise no_tensor(name, value, f"a {dtype} tensor")
     require_plain(**{name: value})
     if dtype == "bool":
         return as_bool(name, value)

@@ -15,8 +15,10 @@ from torch import Tensor
 from .._arguments import (
     checked_mask,
     in_a_graph,
+    integers_as_float32,
     is_known,
     is_number,
+    no_tensor,
     require_flag,
     require_number,
     require_optional_tensors,
@@ -42,7 +44,7 @@ def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float |
         require_optional_tensors(like, ratio=ratio)
         return None, ratio
     if not is_number(ratio):
-        raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
+        raise no_tensor("ratio", ratio, "a number or a 0-d tensor")
     if torch.compiler.is_compiling():
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
@@ -113,6 +115,8 @@ def select_tokens_arguments(
         require_tensors(entropy=entropy)
     require_segments(entropy, segments)
     require_flag("drop_zeros", drop_zeros)
+    if drop_zeros and TOKENS[rule].draws:
+        raise ValueError(f"drop_zeros: got True with rule {rule!r}; takes False: scores are random numbers, never 0")
     number, tensor = _ratio_argument(ratio, entropy)
     mask = checked_mask(mask, entropy)
     require_generator(generator, rule, TOKENS[rule].draws, entropy)
@@ -169,7 +173,7 @@ def max_variance_arguments(
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
     number, tensor = _whole_argument("keep", keep, values)
-    return values, number, tensor, checked_mask(mask, values), *segments
+    return integers_as_float32("values", values), number, tensor, checked_mask(mask, values), *segments
 
 
 def select_rollouts_arguments(
@@ -186,8 +190,9 @@ def select_rollouts_arguments(
     rule.
     """
     require_tensors(advantages=advantages)
+    advantages = integers_as_float32("advantages", advantages)
     if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op's error would say `values`
-        raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
+        raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16, float16 or integers")
     require_rule(rule, ROLLOUT_RULES)
     require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
     segments = offsets, None, require_scope(scope, "group")

@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import Tensor
 
+from .._arguments import require_tensors
+
 
 def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
     """Returns the labels as plain values, since tensors with equal values would be different keys of a dict."""
@@ -42,6 +44,7 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
         >>> d3s.group_advantages(rewards, scale="none").flatten()[places]
         tensor([ 0.5000,  0.0000, -0.5000])
     """
+    require_tensors(values=values)
     labels = labels_of(groups)
     if values.shape != (len(labels),):
         shape = list(values.shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..rollouts import groups_without_spread
-from ..schedule import Budget
+from ..schedule import Budget, progress_of
 from ..selection import Selection
 from ..selection_options import check_token_rule
 
@@ -106,8 +106,7 @@ class RunWithBudget:
 
     @property
     def _progress(self) -> float:
-        steps = self.state.max_steps
-        return min(1.0, self.state.global_step / steps) if steps > 0 else 0.0
+        return progress_of(self.state.global_step, self.state.max_steps)
 
     def _budget(self) -> Budget:
         return self._selection.budget(self._progress, self.num_generations)

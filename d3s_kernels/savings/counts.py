@@ -144,8 +144,12 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[
         used = int((columns[place] > 0).sum()) or 1  # as in the trainer: one row if no row has a token
         widest = prompt + width if choice == TRL else max(prompt + 1, int(columns[place].max()))
         forward, recompute, backward = model.body(used, widest, options.lora)
-        labelled = needed[place].sum()
-        of_kept = head * int(share.of(labelled)) * (2 if options.lora or options.frozen_head else 3)
+        labelled, chosen_from = needed[place].sum(), (needed & on_policy[rows, :width])[place].sum()
+        of_kept = (
+            head
+            * int(share.of(chosen_from if tokens == "in update" else labelled))
+            * (2 if options.lora or options.frozen_head else 3)
+        )
         total.update(dict(zip(PARTS, (forward, recompute, backward, head * int(labelled), of_kept), strict=False)))
         total["padding"] += forward - sum(model.body(1, of_row)[0] for of_row in columns[place].tolist())
         largest = max(largest, used * widest)

@@ -85,7 +85,7 @@ class D3SAlgorithm(GRPOAlgorithm):
 
     def progress(self, episodes: list[Any]) -> float:
         """The share of training that is done: from the policy's version with which this group was begun."""
-        return 0.0 if self.steps is None else min(train_work(episodes[0]).policy.start / self.steps, 1.0)
+        return d3s.progress_of(train_work(episodes[0]).policy.start, self.steps or 0)
 
     async def score_group(self, episodes: list[Any]) -> None:
         """Assigns GRPO's advantages, and then 0 to the rollouts that are not kept."""

@@ -83,7 +83,7 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
 
 def start_step(args: Any, rollout_id: int, *_: Any) -> None:
     global progress  # tells the loss how much of training is done
-    progress = min(rollout_id / args.num_rollout, 1.0)
+    progress = d3s.progress_of(rollout_id, args.num_rollout)
 
 
 def token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:

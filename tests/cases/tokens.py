@@ -105,7 +105,8 @@ def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
     if rule == "prefix":
         given["ratio"] = draw.choice(PREFIX_RATIOS)
     # This rule takes the quantile over the whole batch, and does not keep an exact number of tokens.
-    return given | ({"scope": "batch", "drop_zeros": False} if rule == "entropy_quantile" else {})
+    fixed = {"entropy_quantile": {"scope": "batch", "drop_zeros": False}, "random": {"drop_zeros": False}}
+    return given | fixed.get(rule, {})
 
 
 def random_prefixes(draw: Draw) -> Arguments:

@@ -14,7 +14,7 @@ pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swi
 
 from processes import run_processes
 from swift.rlhf_trainers import GRPOTrainer
-from tiny_swift import GROUP, STEPS, Run, after, make_model, train
+from tiny_swift import GROUP, STEPS, Run, Vowels, after, make_model, train
 
 from d3s_kernels import max_variance_select
 from d3s_kernels.integrations.swift.trainer import Kept
@@ -184,6 +184,13 @@ def test_rollouts_that_ms_swift_sampled_again(folder: Path) -> None:
     run = train(folder, HALF | {"rollout_scope": "group", "advantages_from": "kept"}, dynamic_sample=True)
     assert run.logged("d3s/groups_without_spread") == [0, 0]
     assert run.logged("d3s/rollouts_kept") == [GROUP] * 2
+
+
+def test_rounding_errors_of_equal_rewards_are_no_advantages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vowels, "__call__", lambda self, completions, **_: [0.1] * len(completions))
+    assert any(train(folder, max_steps=1).trainer._logs["advantages"])
+    run = train(folder, HALF | {"drop_zeros": True}, max_steps=1)
+    assert run.logged("d3s/tokens_kept") == [0]
 
 
 def test_processes_choose_together(folder: Path) -> None:

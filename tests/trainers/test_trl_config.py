@@ -102,6 +102,15 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "rollouts_start: got 0.5 beside keep_all, which takes 1.0; for another choice leave out keep_all": {
         "keep_all": True, "rollouts_start": 0.5,
     },
+    "drop_zeros: got True with token_rule 'random'; takes False": {"token_rule": "random", "drop_zeros": True},
+    **{
+        f"{name}: got .* without importance_sampling_level='entropy_group', which alone reads it; takes": {name: value}
+        for name, value in {"espo_quantiles": [0.5], "espo_alpha": 0.1, "espo_denominator": "old"}.items()
+    },
+    "max_kept: got 64 without sampling_mask=True, which alone reads it; takes 512": {"max_kept": 64},
+    "advantages_from: got 'kept' beside keep_all": {
+        "keep_all": True, "rollouts": 1.0, "tokens": 1.0, "advantages_from": "kept",
+    },
     "refill: got -1; takes a whole number of at least 0": {"refill": -1},
     "scale_rewards: got 'batch' with refill; takes 'group' or 'none'": {"refill": 1, "scale_rewards": "batch"},
     "multi_objective_aggregation: got 'normalize_then_sum'": {
@@ -134,7 +143,7 @@ def test_options_that_do_not_go_together_are_named(message: str) -> None:
 
 CHANGED: dict[str, Any] = {
     "rollouts_start": 0.3, "rollouts_end": 5, "token_ratio_start": 0.1, "token_ratio_end": 0.3,
-    "schedule_shape": "cosine", "rollout_rule": "largest_abs", "rollout_scope": "group", "token_rule": "random",
+    "schedule_shape": "cosine", "rollout_rule": "largest_abs", "rollout_scope": "group", "token_rule": "advantage",
     "token_scope": "sequence", "entropy_from": "rollout", "loss_denominator": "all", "drop_zeros": True,
     "advantages_from": "kept", "selection_page_steps": 7, "importance_sampling_level": "entropy_group",
     "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old", "sampling_mask": True, "max_kept": 64,

@@ -307,6 +307,15 @@ def test_in_the_cut_update_dropped_tokens_have_a_ratio_of_1() -> None:
     assert cut._metrics["train"]["clip_ratio/region_mean"][0] == pytest.approx(beyond[mask].float().mean().item())
 
 
+def test_the_logged_loss_of_cispo_is_of_all_tokens() -> None:
+    """Its value has log-probabilities, not ratios alone. Rows with advantage 0 add nothing; no pass scores them."""
+    batch, options = micro_batch(9), {"loss_type": "cispo"}
+    batch["advantages"][2] = 0
+    made = trainer(entropy_from="rollout", tokens=0.1, **options)
+    value, _ = loss_and_gradients(made, known_before(made, batch))
+    assert value == pytest.approx(loss_and_gradients(trainer(PlainTrainer, **options), batch)[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_logged_entropies_are_those_that_were_measured(apart: bool) -> None:
     """The second group has no advantages, so that no pass scores it. It may be one process's only group."""
@@ -318,7 +327,7 @@ def test_logged_entropies_are_those_that_were_measured(apart: bool) -> None:
     if apart:
         parts = [rows_of(known, part) for part in (slice(0, GROUP), slice(GROUP, None))]
         for part in parts:
-            part["d3s_entropy"], part[UNMEASURED] = made._entropy(part)
+            part |= made._entropy_pass(part)
     logged, kept = logged_together(made, parts), known["d3s_kept"]
     measured = mask & (kept | (batch["advantages"] != 0)[:, None])
     assert kept.sum() < measured.sum() < mask.sum()

@@ -77,6 +77,19 @@ def test_the_new_rows_are_scored_as_if_they_had_always_been_there(options: dict[
     made.train()
 
 
+def test_fields_of_a_rollout_func_are_no_columns_of_the_data_set() -> None:
+    """TRL adds them to the examples, so that reward functions get them."""
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        ids = [[int(word[1:]) for word in prompt.split()] for prompt in prompts]
+        scores = [prompt[0] % 2 * place / len(ids) for place, prompt in enumerate(ids)]  # even prompts: no spread
+        return {"prompt_ids": ids, "completion_ids": [[5, 6]] * len(ids), "logprobs": None, "score": scores}
+
+    made = trainer(refill=8, reward_funcs=lambda score, **_: score, rollout_func=rollout)
+    generated(made, prompts=(4, 3))
+    assert made._metrics["train"]["d3s/groups_refilled"] == [1]
+
+
 def test_nothing_is_generated_again_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     made, sizes = made_with(3), []
     looked_at(monkeypatch, made, "_generate", lambda _, prompts: sizes.append(len(prompts)))
@@ -96,13 +109,13 @@ def test_it_gives_up_after_so_many_times() -> None:
 
 def test_ranks_draw_other_prompts_of_one_order() -> None:
     data = [{"prompt": f"w{i}", "answer": i} for i in range(12)]
-    drawn = [other_prompts(data, {"prompt": ""}, 2, 3, 2, rank, 7, 5, 0) for rank in range(2)]
+    drawn = [other_prompts(data, ["prompt"], 2, 3, 2, rank, 7, 5, 0) for rank in range(2)]
     assert all(list(example) == ["prompt"] for of_rank in drawn for example in of_rank)
     names = [example["prompt"] for of_rank in drawn for example in of_rank]
     assert len(set(names)) == 4
     assert names == [name for name in dict.fromkeys(names) for _ in range(3)]
-    assert other_prompts(data, {"prompt": ""}, 2, 3, 2, 0, 7, 5, 0) == drawn[0]
-    assert other_prompts(data, {"prompt": ""}, 2, 3, 2, 0, 7, 5, 1) != drawn[0]
+    assert other_prompts(data, ["prompt"], 2, 3, 2, 0, 7, 5, 0) == drawn[0]
+    assert other_prompts(data, ["prompt"], 2, 3, 2, 0, 7, 5, 1) != drawn[0]
 
 
 def test_every_rank_knows_what_replaces_what() -> None:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("trl")
 from batches import generation_batch
-from tiny_trl import GROUP, PAD, trainer
+from tiny_trl import GROUP, PAD, generated, trainer
 
 from d3s_kernels.integrations._transformers import without_spread
 from d3s_kernels.integrations.trl.batch import take
@@ -157,11 +157,36 @@ def test_podss_advantages_are_those_of_the_kept() -> None:
     centred = left - left.mean(dim=1, keepdim=True)
     scaled = centred / (left.std(dim=1, keepdim=True) + 1e-4)
     # With "batch" TRL has divided already, and with "none" it does not divide.
-    for scale, expected in {"group": scaled, "batch": centred, "none": centred}.items():
-        made = trainer(rollout_scope="group", advantages_from="kept", scale_rewards=scale)
+    scales = {"group": scaled, "batch": centred, "none": centred}
+    several = {"multi_objective_aggregation": "normalize_then_sum"}  # here TRL divides as with "batch"
+    for options, expected in [*(({"scale_rewards": scale}, scales[scale]) for scale in scales), (several, centred)]:
+        made = trainer(rollout_scope="group", advantages_from="kept", **options)
         torch.testing.assert_close(made._keep_rollouts(dict(batch))["advantages"].view(-1, 4), expected)
     whole = trainer(rollout_scope="group")._keep_rollouts(dict(batch))["advantages"]
     assert torch.equal(whole, batch["advantages"][marked])
+
+
+def test_podss_advantages_are_normalised_also_where_nothing_is_dropped() -> None:
+    batch = generation_batch(6)
+    batch["advantages"] *= 1e-4  # as TRL's eps leaves them where rewards differ little
+    anew = trainer(rollouts=1.0, advantages_from="kept")._keep_rollouts(dict(batch))["advantages"]
+    every = torch.ones(2, GROUP, dtype=torch.bool)
+    expected = Selection(advantages_from="kept").advantages(batch["advantages"].view(2, GROUP), every)
+    assert torch.equal(anew, expected.flatten())
+    assert anew[:GROUP].abs().mean() > 0.3
+
+
+def test_rounding_errors_of_equal_rewards_are_no_advantages() -> None:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [0.1] * len(completions)
+
+    assert generated(trainer(reward_funcs=reward, keep_all=True, rollouts=1.0, tokens=1.0))["advantages"].any(), (
+        "GRPOTrainer's gradient"
+    )
+    made = trainer(reward_funcs=reward, drop_zeros=True, entropy_from="rollout")
+    batch = generated(made)
+    assert not batch["advantages"].any()
+    assert not batch["d3s_kept"].any()
 
 
 def test_rounding_errors_are_not_normalised() -> None:
@@ -177,7 +202,7 @@ def test_rounding_errors_are_not_normalised() -> None:
 
 
 def test_the_schedule_moves_the_budget() -> None:
-    made = trainer(rollouts_start=2, rollouts_end=8, token_ratio_start=0.1, token_ratio_end=0.5, max_steps=10)
+    made = trainer(rollouts_start=2, rollouts_end=8, token_ratio_start=0.1, token_ratio_end=0.5, max_steps=11)
     sizes = []
     for step in (0, 5, 10):
         made.state.global_step = step

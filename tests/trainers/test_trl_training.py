@@ -52,6 +52,15 @@ def test_logs_what_it_kept() -> None:
     assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
 
 
+def test_the_share_asked_is_that_of_the_step_that_chose() -> None:
+    """Two updates train on each generation batch, whose tokens are chosen before the first."""
+    rows = trained(num_iterations=2, max_steps=4, token_ratio_start=0.3, token_ratio_end=0.9)
+    asked = [row["d3s/token_share_asked"] for row in rows]
+    assert asked == pytest.approx([0.3, 0.3, asked[2], asked[2]])
+    assert [row["d3s/token_share"] for row in rows] == pytest.approx(asked, abs=0.04)
+    assert asked[2] > 0.5
+
+
 def test_a_resumed_run_goes_on_where_it_was(saved: str, tmp_path: Path) -> None:
     def run(folder: Path, resume: str | None = None) -> list[dict[str, float]]:
         made = trainer(
@@ -211,7 +220,7 @@ def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkey
     """Counted over a whole run: what was logged is what was computed, and together with what was not it is all."""
     in_backward: list[int] = []
     looked_at(monkeypatch, backward, "_sum_over_tiles", lambda *call: in_backward.append(len(call[3].hidden)))
-    made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
+    made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=0.75)
     with forwards(made.model) as policy:
         made.train()
     history = [row for row in made.state.log_history if "loss" in row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -119,6 +120,36 @@ def test_where_such_a_token_has_a_gradient_it_is_computed(saved: str, options: d
     computed, _, gradient = labels_of(ours, own)
     assert computed == mask.sum() > (own[RATIO] != 0).sum()
     assert_same_gradient(gradient, labels_of(theirs, batch)[2])
+    share = float((mask & (own[RATIO] == 0)).sum() / mask.sum())
+    assert float(ours._metrics["train"]["d3s/off_policy_share"][0]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dapo"}, {"loss_type": "grpo"}, {"loss_type": "dapo", "beta": 0.1}])
+def test_such_a_token_takes_no_place_where_the_update_chooses(saved: str, options: dict[str, Any]) -> None:
+    """A quarter of the others is kept, and with loss_denominator "kept" the gradient is a mean over them."""
+    given = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2, **options}
+    before, update = (made_of(OursLikeVLLM, saved, entropy_from=when, **given) for when in ("rollout", "update"))
+    batch, own = seeded(before), seeded(update)
+    assert "d3s_kept" not in own
+    (_, expected), (_, gradient) = loss_and_gradients(before, batch), loss_and_gradients(update, own)
+    assert_same_gradient(gradient, expected)
+    for name in ("off_policy_share", "tokens_kept", "token_share"):
+        found, wanted = (float(made._metrics["train"][f"d3s/{name}"][0]) for made in (update, before))
+        assert found == pytest.approx(wanted), name
+    assert (0 < found < 0.25) == ("beta" not in options)  # KL reads the others too
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"entropy_from": "update"}], ids=str)
+def test_an_update_without_a_policy_gradient_is_said_once(saved: str, options: dict[str, Any]) -> None:
+    given = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 9.0, **options}
+    made = made_of(OursLikeVLLM, saved, vllm_importance_sampling_clip_max=None, **given)
+    batch = seeded(made)
+    with pytest.warns(UserWarning, match=r"d3s/off_policy_share: (\d+) of \1 tokens of an update .* no policy grad"):
+        made.compute_loss(made.model, batch)
+    assert made._metrics["train"]["d3s/off_policy_share"] == [1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made.compute_loss(made.model, batch)
 
 
 RULES = [
@@ -191,6 +222,27 @@ def test_completions_without_log_probabilities_are_refused(saved: str) -> None:
     made = trainer(policy=saved, off_policy_rule="kpop")
     with pytest.raises(ValueError, match="off_policy_rule: got 'kpop', and completions without the log-probabilities"):
         generated(made)
+
+
+def rollouts_of(logprobs: list[float | None]) -> Any:
+    """A rollout_func with these log-probabilities of three tokens."""
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        ids = [[5, 6, 7 + place] for place in range(len(prompts))]
+        return {"prompt_ids": [[3]] * len(ids), "completion_ids": ids, "logprobs": [logprobs] * len(ids)}
+
+    return rollout
+
+
+def test_log_probabilities_of_a_rollout_func_are_whole_where_they_are_read(saved: str) -> None:
+    """TRL pads them with 0, the probability 1."""
+    generated(trainer(policy=saved, rollout_func=rollouts_of([-4.0, -4.0])))
+    made = trainer(policy=saved, off_policy_rule="kpop", rollout_func=rollouts_of([-4.0, -4.0]))
+    with pytest.raises(ValueError, match=r"rollout_func: got 2 logprobs for 3 completion_ids of rollout 0; takes"):
+        generated(made)
+    options = {"off_policy_rule": "token_mask", "off_policy_low": 0.0, "off_policy_high": 1e9}
+    batch = generated(trainer(policy=saved, rollout_func=rollouts_of([-4.0, None, -4.0]), **options))
+    assert batch["d3s_trusted"].tolist() == [[True, False, True]] * len(batch["advantages"])
 
 
 def test_over_sampled_sets(saved: str) -> None:

@@ -91,7 +91,7 @@ def arguments(
 
 def trainer(kind: type[GRPOTrainer] = D3STrainer, policy: Any = None, **changed: Any) -> GRPOTrainer:
     """A trainer that is ready to compute the loss of a batch."""
-    options = {name: changed.pop(name) for name in ("peft_config", "eval_dataset") if name in changed}
+    options = {name: changed.pop(name) for name in ("peft_config", "eval_dataset", "rollout_func") if name in changed}
     made = kind(
         model() if policy is None else policy,
         changed.pop("reward_funcs", share_of_even),

@@ -118,6 +118,7 @@ ATTRIBUTES = {
     "max_completion_length": "what dr_grpo divides by",
     "multi_objective_aggregation": "which rewards make a group of equal ones",
     "num_generations": "rows of a group",
+    "rollout_func": "refused if its log-probabilities are not whole",
     "num_iterations": "whether there is a pass of the old policy",
     "off_policy_mask_threshold": "whether tokens depend on each other",
     "pad_to_multiple_of": "the widths that TRL pads to",

@@ -146,6 +146,12 @@ def test_bad_options(key: str, value: Any, takes: str) -> None:
         actor_config(TARGET, f"+{POLICY_LOSS}.{key}={value}")
 
 
+@pytest.mark.parametrize(("loss", "other", "key"), [("espo", "d3s", "token_ratio"), ("d3s", "espo", "alpha")])
+def test_an_option_of_another_loss(loss: str, other: str, key: str) -> None:
+    with pytest.raises(Exception, match=rf"policy_loss\.{key}: got 0.3 without loss_mode '{other}', which alone reads"):
+        actor_config(*options(loss, **{key: 0.3}))
+
+
 def test_an_unknown_base_loss() -> None:
     config = actor_config(*options("d3s", base_loss="none_such"))
     with pytest.raises(ValueError, match="none_such"):

@@ -228,6 +228,17 @@ def test_advantages_of_all_and_of_the_kept_differ_as_they_should(queue: None, sc
         assert sum(of_group) == pytest.approx(0, abs=1e-4)
 
 
+def test_rounding_errors_of_equal_rewards_are_no_advantages(queue: None) -> None:
+    """The survivors of the first group have equal rewards, and the whole second group has."""
+    rewards = {"u0": [0.9, 0.1, 0.9, 0.9], "u1": [0.9] * 4}
+    options = f"{D3S}.rollouts_start=3", f"{D3S}.rollout_scope=group", f"{D3S}.rollout_rule=highest"
+    _, batch, metrics = a_step(rewards, *options, f"{D3S}.advantages_from=kept")
+    kept = ["u0_0_0", "u0_2_0", "u0_3_0", "u1_0_0", "u1_1_0", "u1_2_0"]
+    assert any(verls_advantages(rewards, kept).values())
+    assert advantages_in(rows_of(batch, "advantages", "returns")) == dict.fromkeys(kept, 0)
+    assert metrics["d3s/groups_without_spread"] == 0.5
+
+
 def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
     """With 7 groups of 4, 3 groups in an update, verl would make 3 updates. Of the 2 x 7 kept rows each update takes 5,
     rounded up to 6 for two ranks; or, with micro-batches of 4, rounded up to 8, so that 2 updates are enough. Padding
@@ -257,7 +268,7 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
 @pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (10, 4, 0.28), (11, 4, 0.3)])
 def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, rollouts: int, ratio: float) -> None:
     ends = "rollouts_start=2", "rollouts_end=4", "token_ratio_start=0.1", "token_ratio_end=0.3"
-    _, batch, metrics = a_step(draw_rewards(), *(f"{D3S}.{end}" for end in ends), step=step, steps=10)
+    _, batch, metrics = a_step(draw_rewards(), *(f"{D3S}.{end}" for end in ends), step=step, steps=11)
     assert metrics["d3s/rollout_share_asked"] == rollouts / 4
     assert metrics["d3s/token_share_asked"] == pytest.approx(ratio)
     assert metrics["d3s/rollouts_kept"] == len(rows_of(batch, "uid")) == 6 * rollouts

@@ -91,13 +91,16 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
 
         counts = [[length(sample), self.overlong_filter and sample.is_truncated] for sample in samples]
         lengths, left_out = accelerator.gather(torch.tensor(counts, device=accelerator.device)).unbind(dim=1)
+        equal = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
+        # ms-swift's advantages of equal rewards are rounding errors. A rollout without any reward counts as one of 0.
+        unscored = self._rewards_per_func.isnan().all(dim=1).view(-1, n).any(dim=1)
+        self._advantages = self._advantages.view(-1, n).masked_fill((equal & ~unscored).unsqueeze(1), 0.0).flatten()
         advantages = self._advantages.view(-1, n)
         kept = self._selection.rollouts(
             advantages, self._progress, has_tokens=(left_out == 0).view(-1, n), multiple_of=self._multiple,
             rewards=total_rewards(self._rewards_per_func, self.reward_weights).view(-1, n),
             generator=self._draws_of_step(advantages.device),
         )  # fmt: skip
-        equal = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
         self._log(rollout_metrics(kept.flatten(), lengths, equal, kept.any(dim=1), self._budget().rollouts / n))
         anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
         self._kept_advantages = anew[kept]

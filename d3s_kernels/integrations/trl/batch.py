@@ -31,7 +31,8 @@ PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
 COMPLETION = {  # padded on the right
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
     "sampling_per_token_logps", "importance_sampling_ratio",
-    "d3s_entropy", "d3s_kept", "d3s_trusted", "d3s_weight", PREFIX, PREFIX_WEIGHT, UNMEASURED, SHARED, SETS,
+    "d3s_entropy", "d3s_logprob", "d3s_kept", "d3s_trusted", "d3s_weight",
+    PREFIX, PREFIX_WEIGHT, UNMEASURED, SHARED, SETS,
 }  # fmt: skip
 BOTH = {"token_type_ids", "mm_token_type_ids"}
 IMAGES = (  # further arguments of TRL's method that scores tokens

@@ -11,7 +11,17 @@ from trl import GRPOConfig
 from ...denominators import DENOMINATORS
 from ...schedule import DownSamplingSchedule
 from ...selection import Selection
-from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check_options, one_of, option, whole
+from ...selection_options import (
+    ALPHA,
+    FLAG,
+    QUANTILES,
+    SelectionOptions,
+    check_options,
+    one_of,
+    option,
+    require_mode,
+    whole,
+)
 from ...trust import weighs
 from .._head_options import HeadOptions
 from .._transformers import check_token_options, imply, imply_from_quantile
@@ -117,8 +127,10 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
     def __post_init__(self) -> None:
         if self.keep_all is True:
             everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
-            others = {"drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy"}
-            others |= {"group_variance_mass": None, "drop_shared_tokens": False}
+            others = {
+                "drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy",
+                "advantages_from": "all", "group_variance_mass": None, "drop_shared_tokens": False,
+            }  # fmt: skip
             imply(self, "keep_all", everything | others)
         imply_from_quantile(self)
         super().__post_init__()
@@ -130,6 +142,11 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
                 f"loss_type: got {self.loss_type!r} with importance_sampling_level 'entropy_group'; takes "
                 f"{' or '.join(map(repr, ESPO_LOSSES))}"
             )
+        if self.importance_sampling_level != "entropy_group":
+            of_espo = "espo_quantiles", "espo_alpha", "espo_denominator"
+            require_mode(self, "importance_sampling_level='entropy_group'", of_espo)
+        if not self.sampling_mask:
+            require_mode(self, "sampling_mask=True", ["max_kept"])
         check_token_options(self)
         if self.token_rule == "prefix" and self.entropy_from != "auto":
             raise ValueError(f"entropy_from: got {self.entropy_from!r} with token_rule 'prefix'; takes 'auto'")

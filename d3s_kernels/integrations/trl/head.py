@@ -51,21 +51,22 @@ def check_head(model: Any) -> None:
 
 
 class HostNumber:
-    """An asynchronous copy of a 0-d integer tensor to the host. Call ``value`` after a host sync that other code
-    causes: the copy is finished then, so the call does not wait.
+    """An asynchronous copy of integers to the host: of one, or of several in one tensor. Call ``value`` after a host
+    sync that other code causes: the copy is finished then, so the call does not wait.
     """
 
     def __init__(self, number: Tensor) -> None:
         self._copy, self._done = number, None
         if number.is_cuda:
-            pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
+            pinned = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
             self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(number.device))
 
-    def value(self) -> int:
+    def value(self) -> Any:
+        """Returns the number, or a list of the numbers."""
         if self._done is not None:
             self._done.synchronize()
-        return int(self._copy)
+        return self._copy.long().tolist()
 
 
 @dataclass(eq=False)

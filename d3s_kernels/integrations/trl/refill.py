@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,19 +11,18 @@ from torch import Tensor
 
 
 def other_prompts(
-    dataset: Any, like: dict[str, Any], groups: int, generations: int, ranks: int, rank: int, *seeds: int
+    dataset: Any, columns: Iterable[str], groups: int, generations: int, ranks: int, rank: int, *seeds: int
 ) -> list[dict[str, Any]]:
     """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The data set is
     shuffled with ``seeds``: the run's seed, the step, and the number of earlier refills of the batch. Each rank takes
-    its own part of the shuffled data set. The result has only the columns that TRL keeps: the columns of ``like``,
-    which is an example of the batch.
+    its own part of the shuffled data set. The result has only ``columns``: those that an example has when TRL gets it.
     """
     seed = 0
     for part in seeds:
         seed = (seed * 1_000_003 + part) % 2**63
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
     drawn = [order[(rank * groups + group) % len(order)] for group in range(groups)]
-    return [{column: dataset[index][column] for column in like} for index in drawn for _ in range(generations)]
+    return [{column: dataset[index][column] for column in columns} for index in drawn for _ in range(generations)]
 
 
 def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from .head import OverSets, over_sets
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss
 OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # batch fields with results of passes without gradient
+RATIO = "importance_sampling_ratio"  # a batch field: TRL's factors where it corrects vLLM's probabilities
 
 
 class UnknownTRL(RuntimeError):
@@ -126,12 +128,35 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
     """
 
     args: D3SConfig
+    rollout_func: Callable[..., Any] | None
     _passes: Passes | None = None  # set only while TRL makes a generation batch
     _weights: dict[str, list[Any]]  # for the next log, by the name of the metric
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._weights = defaultdict(list)
         super().__init__(*arguments, **options)
+        if self.rollout_func is not None:
+            self.rollout_func = self._with_whole_logprobs(self.rollout_func)
+
+    def _with_whole_logprobs(self, rollout_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a ``rollout_func``: refuses rows with too few or too many log-probabilities if anything reads them. TRL
+        pads short rows with 0, as if these tokens had been sampled with the probability 1.
+        """
+
+        @wraps(rollout_func)
+        def generate(prompts: list[Any], trainer: Any) -> Any:
+            output = rollout_func(prompts, trainer)
+            read = self.args.off_policy_rule != "none" or self.off_policy_mask_threshold is not None
+            rows = (output.get("logprobs") if read or self._corrects_sampling else None) or []
+            for row, (logprobs, ids) in enumerate(zip(rows, output.get("completion_ids", []), strict=False)):
+                if len(logprobs) != len(ids):
+                    raise ValueError(
+                        f"rollout_func: got {len(logprobs)} logprobs for {len(ids)} completion_ids of rollout {row}; "
+                        "takes one for each, which is None where it is not known"
+                    )
+            return output
+
+        return generate
 
     @property
     def _vocabulary(self) -> int:

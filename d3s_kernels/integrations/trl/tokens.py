@@ -4,6 +4,7 @@ micro-batch separately.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from .columns import last_columns
 from .config import D3SConfig
 from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
-from .scoring import OLD, Call, Scores, Scoring
+from .scoring import OLD, RATIO, Call, Scores, Scoring
+
+LOGPROB = "d3s_logprob"  # a batch field: the log-probabilities of the pass for entropies
+ASKED = "d3s_token_share_asked"  # a batch field: the budget's share of tokens when the tokens were chosen
 
 
 class ChoosesTokens(Scoring):
@@ -32,8 +36,11 @@ class ChoosesTokens(Scoring):
     epsilon_high: Any
     _gradient_was_selected = False  # whether a gradient has reached the hook in _score_for_loss in this step
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-    _just_kept = HostNumber(torch.zeros(()))  # the number of kept tokens in the latest micro-batch, over all processes
-    _kept_in_update = 0  # the number of kept tokens of the current update so far
+    # Numbers of tokens in the latest micro-batch, over all processes: the kept ones, all, those whose loss has a weight
+    # above 0, and the kept ones of these.
+    _just_counted = HostNumber(torch.zeros(4))
+    _counted_in_update: tuple[int, ...] = (0, 0, 0, 0)  # the same numbers of the current update so far
+    _warned_of_weights = False
     _page: PageOfBatch | None = None  # set while the trainer trains on a generation batch that gets a page
 
     @property
@@ -42,7 +49,7 @@ class ChoosesTokens(Scoring):
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Chooses the tokens of a whole generation batch, and stores the choice in the batch."""
-        mask, ratio, rule = loss_mask(batch).bool(), batch.get("importance_sampling_ratio"), self.args.off_policy_rule
+        mask, ratio, rule = loss_mask(batch).bool(), batch.get(RATIO), self.args.off_policy_rule
         log_p, log_q, group = batch.get(OLD), batch.get("sampling_per_token_logps"), self._process_group
         if log_q is None and rule != "none":
             raise ValueError(
@@ -51,14 +58,12 @@ class ChoosesTokens(Scoring):
             )
         trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
         if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies each token's loss by the ratio
-            trusted = trusted.only(ratio != 0)
-        on_policy = trusted.mask
-        if SHARED in batch:
-            trusted = trusted.only(~batch[SHARED])
+            trusted = trusted.only(weighted(batch, trusted.mask))
+        left = trusted.only(without_shared(batch, trusted.mask))
         if self._selection.cuts and PREFIX not in batch:
-            self._cut_sequences(batch, trusted)
+            self._cut_sequences(batch, left)
         if "d3s_entropy" not in batch:
-            batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
+            batch |= self._entropy_pass(batch)
         elif PREFIX in batch:
             batch[UNMEASURED] = mask & ~batch[PREFIX]
         # The entropy pass skips only rollouts whose tokens have scores that do not depend on entropies. These tokens
@@ -66,12 +71,12 @@ class ChoosesTokens(Scoring):
         candidates = self._prefixes(batch, trusted.mask) if PREFIX in batch else trusted
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], candidates)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
-        weight = trusted.weight if chosen.weight is None else trusted.weight * chosen.weight
+        weight = left.weight if chosen.weight is None else left.weight * chosen.weight
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, weight
-        numbers = self.accelerator.gather(torch.stack([part.sum() for part in (chosen.mask, trusted.mask, on_policy)]))
-        batch["d3s_tokens_kept"], batch["d3s_tokens_trusted"], number = numbers.view(-1, 3).sum(dim=0)
-        if rule != "none" or ratio is not None:
-            self._log({OFF_POLICY_SHARE: 1 - number / batch["num_items_in_batch"]})
+        share = self._selection.token_share(self._progress)  # the update may be a later step's
+        batch[ASKED] = torch.tensor(share, dtype=torch.float64)
+        numbers = torch.stack([chosen.mask.sum(), left.mask.sum()])
+        batch["d3s_tokens_kept"], batch["d3s_tokens_left"] = self.accelerator.gather(numbers).view(-1, 2).sum(dim=0)
 
     def _cut_sequences(self, batch: Batch, mask: Tensor | TrustedTokens) -> None:
         """Cuts sequences at random. Each row's cut depends on its random number alone, wherever the row is."""
@@ -83,29 +88,30 @@ class ChoosesTokens(Scoring):
         prefix = batch[PREFIX] & mask
         return Prefixes(prefix, batch[PREFIX_WEIGHT], prefix.sum())
 
-    def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Makes an extra pass for the entropies. Returns the entropies, and a mask of the tokens whose entropies were
-        not computed, because they are not needed: tokens after a cut; all tokens if sequences are only cut; and the
-        tokens of a row with advantage 0, except if tokens are ranked by entropy alone. These entropies are 0.
+    def _entropy_pass(self, batch: Batch) -> Batch:
+        """Makes an extra pass for the entropies. Returns the batch fields that it fills: entropies, log-probabilities,
+        and a mask of the tokens whose entropies were not computed, because they are not needed. These are the tokens
+        after a cut; all tokens if sequences are only cut; and the tokens of a row with advantage 0, except if tokens
+        are ranked by entropy alone. Their values are 0.
         """
         mask = loss_mask(batch).bool()
         if self.args.token_rule == "prefix":
-            return torch.zeros(mask.shape, device=mask.device), mask
+            return {"d3s_entropy": torch.zeros(mask.shape, device=mask.device), UNMEASURED: mask}
         needed = batch.get(PREFIX, mask)
         useful = needed.any(dim=1)
         if self.args.token_rule not in ("entropy", "entropy_quantile"):
             useful &= batch["advantages"] != 0
         # Every process scores the same number of rows, since all processes take part in the forward of a sharded model.
-        rows = int(self.accelerator.gather(useful.sum()).max())
+        rows, found = int(self.accelerator.gather(useful.sum()).max()), torch.zeros(2, *mask.shape, device=mask.device)
+        if rows > 0:
+            first = useful.long().argsort(descending=True, stable=True)[:rows]
+            logprob, entropy, _ = self._score(self.model, take(batch, first), compute_entropy=True)
+            assert entropy is not None  # the entropies were requested
+            # Some rows are scored only because all processes have to score the same number of rows. Their entropies
+            # are not logged, since a single process would skip them.
+            found = found.index_copy(1, first, torch.stack([logprob, entropy]))
         unmeasured = mask & ~(needed & useful.unsqueeze(1))
-        if rows == 0:
-            return torch.zeros(mask.shape, device=mask.device), unmeasured
-        first = useful.long().argsort(descending=True, stable=True)[:rows]
-        scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
-        assert scored is not None  # the entropies were requested
-        # Some rows are scored only because all processes have to score the same number of rows. These rows are not
-        # logged, since a single process would skip them.
-        return scored.new_zeros(mask.shape).index_copy(0, first, scored), unmeasured
+        return {LOGPROB: found[0], "d3s_entropy": found[1], UNMEASURED: unmeasured}
 
     def _choose_tokens(
         self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens | Prefixes
@@ -136,16 +142,29 @@ class ChoosesTokens(Scoring):
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
         # TRL's own code has already caused a host sync, so reading the number does not wait.
-        number, metrics = self._just_kept.value(), self._metrics["train"]
+        numbers, metrics = self._just_counted.value(), self._metrics["train"]
         # Checkpoints contain this part of the trainer's state. A new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
-        counts["num_tokens_kept"] += number
+        counts["num_tokens_kept"] += numbers[0]
         metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # one value, since TRL logs a list's mean
-        self._kept_in_update += number
+        self._counted_in_update = tuple(map(sum, zip(self._counted_in_update, numbers, strict=True)))
         if self.accelerator.sync_gradients:  # the update's last micro-batch
-            metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
-            self._kept_in_update = 0
+            metrics["d3s/updates_without_tokens"].append(float(self._counted_in_update[0] == 0))
+            self._warn_of_weights(*self._counted_in_update)
+            self._counted_in_update = (0, 0, 0, 0)
         return loss
+
+    def _warn_of_weights(self, kept: int, number: int, left: int, kept_left: int) -> None:
+        """Warns once, on the main process, if off-policyness leaves an update without a policy gradient."""
+        lost = number > 0 and (left == 0 or (kept > 0 and kept_left == 0))
+        if lost and not self._warned_of_weights and self.accelerator.is_main_process:
+            self._warned_of_weights = True
+            warnings.warn(
+                f"{OFF_POLICY_SHARE}: {number - left} of {number} tokens of an update are left out as off-policy "
+                "or have the weight 0, so that it has no policy gradient. Wider bounds leave more: those of "
+                "off_policy_rule, or vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max",
+                stacklevel=2,
+            )
 
     def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
         """Returns the scores for TRL's loss. Hooks on the scores let gradient flow only through the kept tokens."""
@@ -163,13 +182,14 @@ class ChoosesTokens(Scoring):
         constant = entropy.detach()
         left = inputs.get("d3s_trusted", mask)
         if kept is None:
-            left = mask & ~inputs[SHARED] if SHARED in inputs else mask
+            trusted = weighted(inputs, mask) if self._tokens_are_independent(inputs) else mask
+            left = without_shared(inputs, trusted)
             candidates = self._prefixes(inputs, left) if PREFIX in inputs else left
             chosen = self._choose_tokens(constant, inputs["advantages"], candidates)
-            kept, threshold = chosen.mask, chosen.threshold
+            kept, threshold, inputs["d3s_trusted"] = chosen.mask, chosen.threshold, trusted
             weight = 1 if chosen.weight is None else chosen.weight
         head.kept = HostNumber(kept.sum())
-        totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured, left)
+        totals, mean = self._log_tokens(kept, mask, constant, inputs, threshold, measured)
         unknown = mask & ~measured
         entropy = torch.where(unknown, mean, entropy)  # so TRL's mean over all tokens is the mean of known entropies
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
@@ -183,7 +203,7 @@ class ChoosesTokens(Scoring):
             policy = bonus = torch.ones((), device=kept.device)
             if self.args.loss_denominator == "kept":
                 if "d3s_tokens_kept" in inputs:
-                    totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
+                    totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_left"]]).float()
                 policy, bonus = gradient_weights(self.loss_type, kept, left, totals)
             select = only_through(kept, policy * weight)
 
@@ -220,9 +240,7 @@ class ChoosesTokens(Scoring):
         needed_alone = call._replace(model=at_kept_tokens, tokens=tokens, attention=attention, columns=used)
         logprob, entropy, aux = needed_alone.scores()
         assert entropy is not None
-        old = inputs.get(OLD)  # with these values, the ratio of a dropped token is 1
-        if old is None:
-            old = torch.zeros(kept.shape, device=kept.device)
+        old = inputs[OLD if OLD in inputs else LOGPROB]  # with these values, the ratio of a dropped token is 1
 
         def of_all_tokens(scored: Tensor, earlier: Tensor) -> Tensor:
             earlier = torch.where(kept, 0.0, earlier).to(scored.dtype)
@@ -244,28 +262,44 @@ class ChoosesTokens(Scoring):
         return ((prompt + used + multiple - 1) // multiple * multiple - prompt).clamp(max=columns)
 
     def _log_tokens(
-        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor,
-        left: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, kept: Tensor, mask: Tensor, entropy: Tensor, inputs: Batch, threshold: Tensor, measured: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Logs a micro-batch's token metrics. ``measured`` marks the tokens whose entropies are known, which include
         all kept tokens. Mean entropies are over these tokens. Returns two results over all processes: a tensor with the
-        number of kept tokens and the number of tokens that were ``left`` to choose from, and the mean entropy.
+        number of kept tokens and the number of tokens that were left to choose from, and the mean entropy.
         """
-        sums = torch.cat([token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured), left.sum().view(1)])
-        totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
-        number, number_all, _, number_measured, entropy_kept, entropy_dropped, number_left = totals
+        trusted = inputs["d3s_trusted"]
+        on_policy = weighted(inputs, trusted)
+        sums = token_sums(kept, mask, entropy, inputs["advantages"].unsqueeze(1), measured)
+        more = torch.stack([part.sum() for part in (without_shared(inputs, trusted), on_policy, kept & on_policy)])
+        totals: Tensor = self.accelerator.reduce(torch.cat([sums, more]), reduction="sum")
+        number, number_all, _, number_measured, entropy_kept, entropy_dropped, number_left, *of_weights = totals
         rows = number.new_tensor(len(kept))
         of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
         weights = {
             "d3s/token_share": number_all, "d3s/entropy_kept": number, "d3s/positive_advantage_share": number,
             "d3s/entropy_dropped": number_measured - number, "d3s/threshold": threshold.isfinite().sum(),
-            "entropy": number_measured, "kl": number_all,
+            "entropy": number_measured, "kl": number_all, OFF_POLICY_SHARE: number_all,
             "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
         }  # fmt: skip
-        self._log(token_metrics(totals[:-1], threshold, self._selection.token_share(self._progress)), weights)
-        self._just_kept = HostNumber(number)
+        asked = float(inputs[ASKED]) if ASKED in inputs else self._selection.token_share(self._progress)
+        metrics = token_metrics(totals[:6], threshold, asked)
+        if self.args.off_policy_rule != "none" or RATIO in inputs:
+            metrics[OFF_POLICY_SHARE] = 1 - of_weights[0] / number_all
+        self._log(metrics, weights)
+        self._just_counted = HostNumber(torch.stack([number, number_all, *of_weights]))
         return torch.stack([number, number_left]).float(), (entropy_kept + entropy_dropped) / number_measured
+
+
+def weighted(batch: Batch, mask: Tensor) -> Tensor:
+    """Returns the tokens of ``mask`` whose loss TRL's correction of vLLM's probabilities does not multiply by 0."""
+    return mask & (batch[RATIO] != 0) if RATIO in batch else mask
+
+
+def without_shared(batch: Batch, mask: Tensor) -> Tensor:
+    """Returns the tokens of ``mask`` without those that the option ``drop_shared_tokens`` leaves out."""
+    return mask & ~batch[SHARED] if SHARED in batch else mask
 
 
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:

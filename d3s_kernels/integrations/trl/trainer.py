@@ -18,7 +18,7 @@ from torch import Tensor
 from ...heads import read_head
 from ...metrics import SHARED_SHARE, rollout_metrics, set_metrics, set_sums
 from ...recorder import Recorded, recording
-from ...rollouts import groups_without_spread
+from ...rollouts import Scale, groups_without_spread
 from ...selection import Selection
 from ...shared_tokens import shared_tokens
 from .._transformers import total_rewards, without_spread
@@ -115,7 +115,7 @@ class D3STrainer(DividesRows):
                 return
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._last_page, self._kept_in_update = None, 0  # a new run starts new pages and a new update
+        self._last_page, self._counted_in_update = None, (0, 0, 0, 0)  # a new run starts new pages and a new update
         return super().train(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
@@ -173,9 +173,10 @@ class D3STrainer(DividesRows):
         if every > 0 and (self._last_page is None or self._last_page // every != step // every):
             self._last_page = step
             self._page = PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
+        columns = list(inputs[0])  # TRL adds what a rollout_func returns to the examples
         batch, postponed = self._scored(inputs)
         if self.args.refill:
-            batch = self._refilled(batch, inputs)
+            batch = self._refilled(batch, columns)
         if self._page is not None:
             rewards = None if self._rewards is None else total_rewards(self._rewards, self.reward_weights)
             self._page.add_generated(batch, rewards, self.accelerator.process_index, self._tokenizer.pad_token_id)
@@ -216,9 +217,10 @@ class D3STrainer(DividesRows):
         sums = set_sums((recorded.sets >= 0).sum(2), mask, self.args.max_kept, recorded.log_mass)
         self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
 
-    def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
+    def _refilled(self, batch: Batch, columns: list[str]) -> Batch:
         """Replaces the groups whose rewards are all equal, at most ``refill`` times. Groups do not move between ranks.
-        All ranks have all rewards, so they make the same decisions without further communication.
+        All ranks have all rewards, so they make the same decisions without further communication. ``columns`` are those
+        of the data set.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
@@ -230,7 +232,7 @@ class D3STrainer(DividesRows):
         while times < self.args.refill and bool(equal.any()):
             rewards, missing = self._rewards, int(equal.view(ranks, -1).sum(dim=1).amax())
             seeds, logged = (self.args.seed, self.state.global_step, times), take_logged(self._logs)
-            more, _ = self._scored(other_prompts(dataset, inputs[0], missing, n, ranks, here, *seeds))
+            more, _ = self._scored(other_prompts(dataset, columns, missing, n, ranks, here, *seeds))
             groups = replacements(equal.view(ranks, -1), self._equal_rewards(self._rewards).view(ranks, -1))
             rows = rows_of(groups, n)
             batch = take(joined(batch, more, self._tokenizer.pad_token_id), rows[here])
@@ -277,8 +279,12 @@ class D3STrainer(DividesRows):
         message = torch.cat([own_advantages.float(), loss_mask(batch).sum(dim=1).float(), has_images])
         everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one collective
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
-        _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
         rewards, self._rewards = self._rewards, None
+        # There are no rewards if a subclass computes advantages in another way.
+        equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
+        if rewards is not None and not self.args.keep_all:  # TRL's advantages of equal rewards are rounding errors
+            advantages = advantages.masked_fill(equal.unsqueeze(1), 0.0)
+        _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
         keeps_all = number == advantages.numel() and self.args.group_variance_mass is None
         if keeps_all:
             kept = torch.ones_like(lengths, dtype=torch.bool)
@@ -289,18 +295,17 @@ class D3STrainer(DividesRows):
                 rewards=None if rewards is None else total_rewards(rewards, self.reward_weights).view(-1, n),
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
-        # There are no rewards if a subclass computes advantages in another way.
-        equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
         asked = self._budget().rollouts / n
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, kept.any(dim=1), asked))
         if self.args.drop_shared_tokens:
             batch[SHARED] = self._shared_with_right_ones(batch, advantages)
         if self._selection.cuts:
             batch[DRAWS] = self._draws_of_rollouts(own_advantages)
+        # With several aggregated rewards, TRL divides by the deviation of the batch, whatever ``scale_rewards`` is.
+        scale: Scale = self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
+        anew = self._selection.advantages(advantages, kept, scale=scale, without_spread=equal)
+        batch["advantages"] = anew.view(ranks, -1)[here]
         if not keeps_all:  # otherwise no row moves, and no host sync is needed
-            if self.args.advantages_from == "kept":
-                anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
-                batch["advantages"] = anew.view(ranks, -1)[here]
             batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
         if self._selection.cuts and self.args.off_policy_rule == "none":  # before the passes, which then forward less
             self._cut_sequences(batch, loss_mask(batch).bool())

@@ -14,7 +14,7 @@ from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 
 from ...ratios import espo_terms
-from ...selection_options import check_options, check_token_rule, option_names, options_from
+from ...selection_options import check_options, check_token_rule, option_names, options_from, require_mode
 from ...tokens import select_tokens
 from . import entropy  # imports no names: verl, which this loads, may import this file before they exist
 from .options import POLICY_LOSS, PolicyLossOptions
@@ -34,6 +34,12 @@ class D3SPolicyLossConfig(PolicyLossOptions, PolicyLossConfig):  # type: ignore[
     def __post_init__(self) -> None:
         check_options(self, f"{POLICY_LOSS}.")
         check_token_rule(self, f"{POLICY_LOSS}.")
+        if self.loss_mode != "d3s":
+            of_d3s = "base_loss", "token_ratio", "token_rule", "token_scope", "drop_zeros"
+            require_mode(self, "loss_mode 'd3s'", of_d3s, f"{POLICY_LOSS}.")
+        if "espo" not in (self.loss_mode, self.base_loss):
+            of_espo = "quantiles", "alpha", "denominator", "vocab_size", "entropy_source"
+            require_mode(self, "loss_mode 'espo'", of_espo, f"{POLICY_LOSS}.")
 
 
 @register_policy_loss("d3s")  # type: ignore[untyped-decorator]

@@ -31,7 +31,7 @@ from ...metrics import (
     token_sums,
 )
 from ...rollouts import group_advantages, groups_without_spread
-from ...schedule import Budget
+from ...schedule import Budget, progress_of
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
 from ...shared_tokens import shared_tokens
@@ -43,6 +43,7 @@ from .sampling_mask import NOTE, field_of
 
 MODE = "d3s_sync"
 SECTION = f"trainer.v1.{MODE}"
+_NORMALISES_GROUPS = ("grpo", "grpo_vectorized")  # estimators: verl's names
 # In these losses, a token with advantage 0 still has a gradient.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
 _LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
@@ -72,10 +73,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
         self._shared: dict[str, Tensor] = {}  # with drop_shared_tokens, which tokens of the rows are shared, by key
+        self._equal: set[str] = set()  # the keys of kept rows whose group has equal rewards, up to rounding
 
     @property
     def _progress(self) -> float:
-        return float((self.global_steps - 1) / self.total_training_steps)  # verl counts steps from 1
+        return progress_of(self.global_steps - 1, self.total_training_steps)  # verl counts steps from 1
 
     @property
     def _budget(self) -> Budget:
@@ -172,6 +174,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             by_row = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # 0 for padding rows
             advantages = by_row.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
+        elif self._equal:  # verl's advantages of these rows are rounding errors
+            spread = torch.tensor([key not in self._equal for key in batch.keys])
+            advantages = advantages * spread.repeat_interleave(offsets.diff())
+            fields = {"advantages": advantages, "returns": advantages}
 
         trusted: Any = mask.bool()
         if ruled:
@@ -246,7 +252,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         kept = self._selection.rollouts(
             advantages, self._progress, rewards=table, group_size=n, generator=self._draws("rollouts")
         )
-        groups_kept = kept.any(dim=1)
+        equal, groups_kept = groups_without_spread(table), kept.any(dim=1)
+        equal_kept = groups_without_spread(table.masked_fill(~kept, torch.nan)) & (kept.sum(dim=1) > 1)
+        no_spread = (equal | equal_kept)[places // table.shape[1]]
         kept, advantages = kept.flatten()[places], advantages.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
@@ -261,14 +269,17 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             parts = torch.split(shared, [len(ids[row]) for row in order])
             self._shared = {batch.keys[row]: part for row, part in zip(order, parts, strict=True)}
         self._advantages = {batch.keys[row]: float(advantages[i]) for i in chosen for row in rollouts[i]}
+        algorithm = self.config.algorithm
+        of_groups = str(algorithm.adv_estimator) in _NORMALISES_GROUPS and not algorithm.use_kl_in_reward
+        self._equal = {batch.keys[row] for i in chosen if of_groups and no_spread[i] for row in rollouts[i]}
         dropped = [key for key in batch.keys if key not in self._advantages]
         if dropped:  # verl later clears only the keys of the returned batch
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
 
         tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
-        asked, without_spread = self._budget.rollouts / n, groups_without_spread(table)
-        metrics.update(_numbers(rollout_metrics(kept, lengths, without_spread, groups_kept, asked)))
+        asked = self._budget.rollouts / n
+        metrics.update(_numbers(rollout_metrics(kept, lengths, equal, groups_kept, asked)))
         # verl's own metrics cover only the kept rollouts, whose scores are extreme. So the mean score of all rollouts
         # is logged too.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
@@ -299,7 +310,7 @@ def _require(config: Any, options: D3SOptions) -> None:
         (config.critic.enable, "critic.enable", config.critic.enable, no_critic),
         (estimator == "gae", "algorithm.adv_estimator", estimator, no_critic),
         (
-            of_groups and estimator not in ("grpo", "grpo_vectorized"), "algorithm.adv_estimator", estimator,
+            of_groups and estimator not in _NORMALISES_GROUPS, "algorithm.adv_estimator", estimator,
             f"'grpo' or 'grpo_vectorized', {or_kept}, with which it takes any without a critic",
         ),
         (
