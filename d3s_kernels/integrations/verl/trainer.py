@@ -2,13 +2,14 @@
 
 :meth:`D3STrainerSync._balance_batch` chooses the rollouts. It runs after the rewards and before the old
 log-probabilities are computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the old policy's
-entropies, which verl stores together with the old log-probabilities. Both methods run in the driver, on CPU tensors.
+entropies, which verl stores together with the old log-probabilities. Both methods run in the driver, on CPU tensors. If
+rollouts are cut at random, one of the two cuts them (:class:`.cuts.Plan`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -20,14 +21,18 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from ..._selection.rules import PREFIX_RULES
 from ...metrics import OFF_POLICY_SHARE, rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
+from ...prefixes import Prefixes
 from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
-from ...trust import weighs
+from ...trust import TrustedTokens, weighs
 from .checks import require_config, require_head, require_sets, require_used
+from .cuts import FIELDS, plan_of, refusals, shortened
 from .options import POLICY_LOSS, D3SOptions
 from .rows import rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
@@ -55,6 +60,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
         self._selection = Selection(self.d3s)
         _require(config, self.d3s)
+        self._plan = plan_of(config, self.d3s)
         # Several parts of verl test whether the mode is "sync": the replay buffer, prompts, refills and checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
@@ -62,6 +68,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._tokens_are_chosen = False  # whether this step has chosen its tokens
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
+        self._weights: dict[str, Tensor] = {}  # of rows that were cut before the passes, by key: weights of the tokens
+        self._responses: dict[str, Tensor] = {}  # of rows that were shortened, by key: the whole responses
 
     @property
     def _progress(self) -> float:
@@ -84,6 +92,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
+        self._weights, self._responses = {}, {}
+        if self._selection.cuts and self._plan.before_passes:
+            self._cut_rollouts(kept)
         return super()._balance_batch(kept, metrics, **options)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -171,29 +182,48 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             fields["advantages"] = advantages
             if weighs(self.d3s.off_policy_rule):
                 fields["rollout_is_weights"] = trusted.weight
-        left, total = (trusted.mask if ruled else mask).sum(), loss_mask.sum()
+        present = trusted.mask if ruled else trusted
+        left, total = present.sum(), loss_mask.bool().sum()
         if ruled or left != total:  # verl's rollout correction may have rejected tokens
             metrics[OFF_POLICY_SHARE] = float(1 - left / total)
+        cuts = self._selection.cuts
+        candidates = self._prefixes_of(batch.keys, trusted, offsets) if cuts else trusted
         tokens = self._selection.tokens(
-            entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
+            entropy, advantages, self._progress, mask=candidates, offsets=offsets, generator=self._draws("tokens")
         )
         # The selection keeps no token in two cases: no token is trusted; or drop_zeros is on, and within every group
         # all rewards are equal. In these cases all tokens are kept, with advantage 0, since verl would otherwise divide
         # by 0.
         any_kept = bool(tokens.mask.any())
         kept = tokens.mask if any_kept else loss_mask.bool()
+        shortens = cuts and self._plan.shortens
         if self.d3s.loss_denominator == "kept":
             # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
+        elif shortens:
+            fields["response_mask"] = kept.to(mask.dtype)
         else:
-            fields |= {"advantages": advantages * kept}
+            if not cuts:  # the weights of cuts are 0 at all other tokens
+                fields["advantages"] = advantages * kept
             if ruled and any_kept:
                 fields["response_mask"] = trusted.mask.to(mask.dtype)
+        if cuts:
+            weight: Any = tokens.weight
+            if ruled:
+                weight = weight * trusted.weight
+            if self._plan.mean_of_rows:  # verl divides by each row's number of kept tokens
+                everything = loss_mask if self._plan.before_passes else present
+                of_rows = [torch.segment_reduce(part.float(), "sum", offsets=offsets) for part in (kept, everything)]
+                weight = weight * (of_rows[0] / of_rows[1].clamp(min=1)).repeat_interleave(offsets.diff())
+            fields["rollout_is_weights"] = weight
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
+        if shortens:
+            self._shorten(batch, kept, offsets)
         sums = token_sums(kept, mask.bool(), entropy, advantages)
-        metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._budget.token_ratio)))
+        sums[1] += (loss_mask - loss_mask.bool().to(loss_mask.dtype)).sum()  # what rows have lost before the passes
+        metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._selection.token_share(self._progress))))
         self._tokens_are_chosen = True
         return batch
 
@@ -209,7 +239,61 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             "actor_rollout_ref.rollout.n": 1,
         }
         with _values(self.config, rows):
-            return super()._update_actor(self._noted(batch), metrics)
+            batch = super()._update_actor(self._noted(batch), metrics)
+        if self._responses:  # verl's metrics and dumps read the responses
+            fields = list_of_dict_to_tensordict([{"responses": each} for each in self._responses.values()])
+            tq.kv_batch_put(keys=list(self._responses), partition_id=batch.partition_id, fields=fields)
+        return batch
+
+    def _cut_rollouts(self, batch: KVBatchMeta) -> None:
+        """Cuts the kept rollouts at random before any pass over them, and shortens their rows."""
+        where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
+        masks = tq.kv_batch_get(select_fields=["response_mask"], **where)["response_mask"].unbind()
+        offsets = torch.tensor([0, *(len(mask) for mask in masks)]).cumsum(0)
+        cut = self._random_prefixes(batch.keys, torch.cat(masks).bool(), offsets)
+        self._weights = dict(zip(batch.keys, _rows(cut.weight, offsets), strict=True))
+        self._shorten(batch, cut.mask, offsets)
+
+    def _random_prefixes(self, keys: Sequence[str], mask: Tensor | TrustedTokens, offsets: Tensor) -> Prefixes:
+        """Cuts rollouts. There is one random number for each kept rollout, in the order of the keys. So the cuts do not
+        depend on how verl divides rows among processes, nor on verl's padding rows.
+        """
+        in_order = sorted(self._advantages)
+        rollouts = sessions(in_order)
+        numbers = torch.rand(len(rollouts), dtype=torch.float64, generator=self._draws("tokens")).tolist()
+        draws = {in_order[row]: number for rows, number in zip(rollouts, numbers, strict=True) for row in rows}
+        of_rows = torch.tensor([draws.get(key, 0.0) for key in keys], dtype=torch.float64)
+        return self._selection.prefixes(mask, self._progress, offsets=offsets, draws=of_rows)
+
+    def _prefixes_of(self, keys: Sequence[str], mask: Tensor | TrustedTokens, offsets: Tensor) -> Prefixes:
+        """Returns the tokens before the cuts. If rollouts were not cut before the passes, they are cut here."""
+        if not self._plan.before_passes:
+            return self._random_prefixes(keys, mask, offsets)
+        lengths = zip(keys, offsets.diff().tolist(), strict=True)
+        weight = torch.cat([self._weights.get(key, torch.zeros(length))[:length] for key, length in lengths])
+        return Prefixes(weight > 0, weight, (weight > 0).sum())
+
+    def _shorten(self, batch: KVBatchMeta, needed: Tensor, offsets: Tensor) -> None:
+        """Removes from the rows in verl's storage what comes after the last needed token of a response. One token of
+        the response always remains.
+        """
+        needed_in = dict(zip(batch.keys, _rows(needed, offsets), strict=True))
+        keys = [key for key in batch.keys if key in self._advantages]  # without verl's padding rows
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
+        names = list(data.keys())
+        columns = [data[name].unbind() if isinstance(data[name], Tensor) else list(data[name]) for name in names]
+        rows, tags = {}, dict(zip(batch.keys, batch.tags, strict=True))
+        for key, *values in zip(keys, *columns, strict=True):
+            row, places = dict(zip(names, values, strict=True)), needed_in[key].nonzero()
+            length = int(places[-1]) + 1 if len(places) else 1
+            if changed := shortened(row, length, self.d3s.sampling_mask_field):
+                rows[key] = changed
+                self._responses.setdefault(key, row["responses"])
+                tags[key] = tags[key] | {"response_len": length, "seq_len": len(row["prompts"]) + length}
+        batch.tags = list(tags.values())
+        if rows:
+            fields, new_tags = list_of_dict_to_tensordict(list(rows.values())), [tags[key] for key in rows]
+            tq.kv_batch_put(keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=new_tags)
 
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Chooses the rollouts. Removes the dropped rows from the returned batch and from verl's storage."""
@@ -255,9 +339,10 @@ def _require(config: Any, options: D3SOptions) -> None:
     of_groups, or_kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
     correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
+    cuts = options.token_rule in PREFIX_RULES
     bypass, weighs_by = correction.get("bypass_mode", False), correction.get("rollout_is")
     reads_log_probs = rule != "none" and not config.actor_rollout_ref.rollout.calculate_log_probs
-    has_gradient = options.loss_denominator == "all" and loss in _NOT_SILENT_AT_ADVANTAGE_0
+    has_gradient = options.loss_denominator == "all" and not cuts and loss in _NOT_SILENT_AT_ADVANTAGE_0
     for refused, key, value, takes in (
         (bypass, "algorithm.rollout_correction.bypass_mode", bypass, "False: tokens need the old policy's entropy"),
         (
@@ -283,6 +368,7 @@ def _require(config: Any, options: D3SOptions) -> None:
             has_gradient, f"{SECTION}.loss_denominator", "all",
             f"'kept': with {loss}, tokens of advantage 0 have a gradient",
         ),
+        *(refusals(config, options.token_rule) if cuts else ()),
     ):  # fmt: skip
         if refused:
             raise ValueError(f"{key}: got {value!r}; {MODE} takes {takes}")
@@ -299,6 +385,10 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             OmegaConf.update(config, key, value)
+
+
+def _rows(values: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(values, offsets.diff().tolist())
 
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
