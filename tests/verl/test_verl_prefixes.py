@@ -17,6 +17,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
 import transfer_queue as tq
+import verl_world
 from verl_world import Rewards, make_trainer, put_rollouts, rows_of, run_step
 
 from d3s_kernels.integrations.verl.cuts import shortened
@@ -220,15 +221,30 @@ def test_tokens_are_ranked_before_the_cuts_alone(queue: None, agg: str) -> None:
     assert "d3s/off_policy_share" not in ours.metrics
 
 
-def test_kl_loss_and_entropy_bonus_act_on_all_tokens(queue: None) -> None:
-    of_all = "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.2"
-    policy, full, ours = Run(*EVERYTHING), Run(*EVERYTHING, *of_all), Run(PREFIX, *of_all)
+OTHERS = "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.2"
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "sapo", "gspo"])
+def test_kl_loss_and_entropy_bonus(queue: None, loss: str) -> None:
+    """They have the same weights, with their own denominators; whole rows have them at all tokens."""
+    theirs = f"{LOSS}={loss}"
+    policy, full = Run(*EVERYTHING, theirs), Run(*EVERYTHING, *OTHERS, theirs)
+    ours, ranked = Run(PREFIX, *OTHERS, theirs), Run(COMBINED, *OTHERS, theirs)
     for key, weight in weights_of(lengths_of(full)).items():
         of_kl = full.gradients[key] - policy.gradients[key]
         assert of_kl.norm() > 0
-        expected = policy.gradients[key] * weight + of_kl
+        of_others = torch.ones_like(weight) if loss == "gspo" else weight
+        expected = policy.gradients[key] * weight + of_kl * of_others
         torch.testing.assert_close(ours.gradients[key], expected, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(ours.of_entropy[key], full.of_entropy[key])
+        for run in (ours, ranked):
+            torch.testing.assert_close(run.of_entropy[key], full.of_entropy[key] * of_others, rtol=1e-4, atol=1e-6)
+            assert run.lengths["update"][key] == (len(weight) if loss == "gspo" else last(weight))
+
+
+def test_workers_that_do_not_weigh_the_kl_loss_are_found_out(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_world, "ppo_loss", verl_world.ppo_loss.__wrapped__)
+    with pytest.raises(RuntimeError, match="token_rule=prefix: the workers have not weighed the KL loss"):
+        Run(PREFIX, OTHERS[0])
 
 
 def test_zeros_can_be_dropped(queue: None) -> None:

@@ -115,7 +115,9 @@ class Workers:
                 self.metrics.append(metrics)
                 if loss.isfinite():  # 0 / 0 without a kept token: the FSDP engine then makes no update
                     (loss / self.ranks).backward()  # data-parallel ranks take the mean
-        return {"metrics": {"mfu": [0.0], "loss": self.losses}}
+        numbers = {name for name, value in self.metrics[0].items() if isinstance(value, float)}
+        theirs = {name: [metrics[name] for metrics in self.metrics] for name in numbers}
+        return {"metrics": theirs | {"mfu": [0.0], "loss": self.losses}}
 
     def tokens_with_gradient(self, key: str) -> Tensor:
         grad = self.log_probs[key].grad

@@ -13,12 +13,17 @@ from .options import POLICY_LOSS, D3SOptions
 _OF_TOKENS = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro", "cispo")
 # These losses read whole sequences or micro-batches, but multiply each token's loss by ``rollout_is_weights``.
 _OF_ROWS = ("gspo", "espo", "clip_cov", "kl_cov")
-_MEAN_OF_ROWS = "seq-mean-token-mean"
+_MEAN_OF_ROWS, _OF_WIDTH = "seq-mean-token-mean", "seq-mean-token-sum-norm"
+WEIGHT = "d3s_weight"
+"""The field of a row with the factors for its tokens' KL loss and entropy bonus."""
+WEIGHED = "actor/d3s_weighed"
+"""The name of a worker's metric, which says that the worker has used :data:`WEIGHT`."""
 
 # The fields of a row that have an entry for each token of the response, or of prompt and response.
 _OF_RESPONSE = (
     "responses", "response_mask", "loss_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob",
     "entropy", "advantages", "returns", "token_level_rewards", "rollout_is_weights",
+    WEIGHT,
 )  # fmt: skip
 _OF_SEQUENCE = ("input_ids", "position_ids", "attention_mask", "routed_experts")
 _SUMMED = ("loss_mask", "rm_scores", "token_level_rewards")  # verl reads the sums of these
@@ -35,25 +40,27 @@ class Plan(NamedTuple):
     """Whether rollouts are cut before the old log-probabilities are computed. Otherwise they are cut after that."""
     mean_of_rows: bool
     """Whether the policy loss divides by the number of tokens of each row."""
+    weighs_others: bool
+    """Whether rows are shortened, and there is a KL loss or an entropy bonus, which then needs weights of its own."""
+    mean_of_rows_of_others: bool
+    """Whether the KL loss and the entropy bonus divide by the number of tokens of each row."""
 
 
 def plan_of(config: Any, options: D3SOptions) -> Plan:
-    """Returns the plan for verl's whole configuration.
-
-    Rows are shortened if no token's loss depends on the rest of its row, and if verl multiplies all losses of a token
-    by ``rollout_is_weights``. It does not multiply the KL loss and the entropy bonus.
+    """Returns the plan for verl's whole configuration. Rows are shortened if no token's loss depends on the rest of its
+    row.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss = actor.policy_loss.get("loss_mode", "vanilla")
-    mode = _MEAN_OF_ROWS if loss == "sapo" else actor.loss_agg_mode
-    by_width = (
-        mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None
-    )  # the width of a micro-batch
-    shortens = loss in _OF_TOKENS and not by_width and not actor.use_kl_loss and actor.entropy_coeff == 0
+    others = bool(actor.use_kl_loss or actor.entropy_coeff)
+    modes = _MEAN_OF_ROWS if loss == "sapo" else actor.loss_agg_mode, actor.loss_agg_mode
+    by_width = _OF_WIDTH in modes[: 1 + others] and actor.get("loss_scale_factor") is None  # of a micro-batch
+    shortens = loss in _OF_TOKENS and not by_width
     rejects = options.off_policy_rule != "none" or (algorithm.get("rollout_correction") or {}).get("rollout_rs")
     # Other estimators may read more of a rollout than the sum of its scores.
     reads_sums = algorithm.adv_estimator in ("grpo", "grpo_vectorized") and not algorithm.use_kl_in_reward
-    return Plan(shortens, shortens and reads_sums and not rejects, shortens and mode == _MEAN_OF_ROWS)
+    means = (mode == _MEAN_OF_ROWS for mode in modes)
+    return Plan(shortens, shortens and reads_sums and not rejects, next(means), shortens and others, next(means))
 
 
 def refusals(config: Any, rule: str) -> list[tuple[Any, str, Any, str]]:
@@ -100,7 +107,9 @@ def shortened(row: dict[str, Any], length: int, set_field: str | None) -> dict[s
         if isinstance(row.get(name), Tensor):
             whole = row[name]  # position ids of several dimensions have the tokens last
             changed[name] = whole[..., :end].clone() if name == "position_ids" else whole[:end].clone()
-    extra = row.get("extra_fields")
-    if set_field is not None and extra and extra.get(set_field) is not None:
-        changed["extra_fields"] = extra | {set_field: extra[set_field][:length]}
+    if set_field is not None and "extra_fields" in row:
+        sets = row["extra_fields"].get(set_field)
+        if sets is not None and len(sets) == len(row["responses"]):  # a wrong number of sets is refused later
+            sets = sets[:length]
+        changed["extra_fields"] = row["extra_fields"] | {set_field: sets}
     return changed

@@ -32,7 +32,7 @@ from ...selection import Selection, in_groups
 from ...selection_options import options_from
 from ...trust import TrustedTokens, weighs
 from .checks import require_config, require_head, require_sets, require_used
-from .cuts import FIELDS, plan_of, refusals, shortened
+from .cuts import FIELDS, WEIGHED, WEIGHT, Plan, plan_of, refusals, shortened
 from .options import POLICY_LOSS, D3SOptions
 from .rows import rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
@@ -186,8 +186,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         left, total = present.sum(), loss_mask.bool().sum()
         if ruled or left != total:  # verl's rollout correction may have rejected tokens
             metrics[OFF_POLICY_SHARE] = float(1 - left / total)
-        cuts = self._selection.cuts
-        candidates = self._prefixes_of(batch.keys, trusted, offsets) if cuts else trusted
+        candidates = self._prefixes_of(batch.keys, trusted, offsets) if self._selection.cuts else trusted
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=candidates, offsets=offsets, generator=self._draws("tokens")
         )
@@ -196,31 +195,29 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         # by 0.
         any_kept = bool(tokens.mask.any())
         kept = tokens.mask if any_kept else loss_mask.bool()
-        shortens = cuts and self._plan.shortens
         if self.d3s.loss_denominator == "kept":
             # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
-        elif shortens:
-            fields["response_mask"] = kept.to(mask.dtype)
         else:
-            if not cuts:  # the weights of cuts are 0 at all other tokens
+            if not self._selection.cuts:  # otherwise, weights of 0 take the place of advantages of 0
                 fields["advantages"] = advantages * kept
             if ruled and any_kept:
                 fields["response_mask"] = trusted.mask.to(mask.dtype)
-        if cuts:
-            weight: Any = tokens.weight
-            if ruled:
-                weight = weight * trusted.weight
-            if self._plan.mean_of_rows:  # verl divides by each row's number of kept tokens
-                everything = loss_mask if self._plan.before_passes else present
-                of_rows = [torch.segment_reduce(part.float(), "sum", offsets=offsets) for part in (kept, everything)]
-                weight = weight * (of_rows[0] / of_rows[1].clamp(min=1)).repeat_interleave(offsets.diff())
-            fields["rollout_is_weights"] = weight
+        needed = None
+        if isinstance(candidates, Prefixes):
+            needed = candidates.mask if self._plan.weighs_others else kept
+            everything = loss_mask if self._plan.before_passes else present
+            weights = _weights(tokens.weight, candidates.weight, needed, everything, offsets, self._plan)
+            fields["rollout_is_weights"] = weights[0] * trusted.weight if ruled else weights[0]
+            if self._plan.weighs_others:
+                fields[WEIGHT] = weights[1]
+            if self._plan.shortens:
+                fields["response_mask"] = needed.to(mask.dtype)
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
-        if shortens:
-            self._shorten(batch, kept, offsets)
+        if needed is not None and self._plan.shortens:
+            self._shorten(batch, needed, offsets)
         sums = token_sums(kept, mask.bool(), entropy, advantages)
         sums[1] += (loss_mask - loss_mask.bool().to(loss_mask.dtype)).sum()  # what rows have lost before the passes
         metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._selection.token_share(self._progress))))
@@ -240,6 +237,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         }
         with _values(self.config, rows):
             batch = super()._update_actor(self._noted(batch), metrics)
+        if self._plan.weighs_others and self._selection.cuts and metrics.pop(WEIGHED, None) is None:
+            raise RuntimeError(
+                f"{SECTION}.token_rule={self.d3s.token_rule}: the workers have not weighed the KL loss and the entropy "
+                "bonus. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
+            )
         if self._responses:  # verl's metrics and dumps read the responses
             fields = list_of_dict_to_tensordict([{"responses": each} for each in self._responses.values()])
             tq.kv_batch_put(keys=list(self._responses), partition_id=batch.partition_id, fields=fields)
@@ -385,6 +387,20 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             OmegaConf.update(config, key, value)
+
+
+def _weights(
+    policy: Tensor | None, others: Tensor, needed: Tensor, everything: Tensor, offsets: Tensor, plan: Plan
+) -> list[Tensor]:
+    """Returns the factors for the policy loss, and for the KL loss and the entropy bonus. ``policy`` and ``others`` are
+    the weights of the cuts. Where verl divides a row's loss by the number of ``needed`` tokens, the factors turn that
+    number into that of ``everything``.
+    """
+    of_rows = [torch.segment_reduce(part.float(), "sum", offsets=offsets) for part in (needed, everything)]
+    share = (of_rows[0] / of_rows[1].clamp(min=1)).repeat_interleave(offsets.diff())
+    assert policy is not None
+    pairs = (policy, plan.mean_of_rows), (others, plan.mean_of_rows_of_others)
+    return [weight * share if plan.shortens and divides else weight for weight, divides in pairs]
 
 
 def _rows(values: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
