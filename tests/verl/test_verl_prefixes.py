@@ -139,16 +139,20 @@ def test_the_gradient_is_that_of_the_weighted_tokens(queue: None, name: str) -> 
     assert sum(last(weight) for weight in weights.values()) < sum(map(len, weights.values()))
 
 
-@pytest.mark.parametrize("name", ["token_mask", "token_truncate", "kpop"])
+CORRECTION = "algorithm.rollout_correction"
+REJECTING: dict[str, tuple[str, ...]] = {
+    "token_mask": (f"{RULE}=token_mask", f"{D3S}.off_policy_high=1.2"),
+    "token_truncate": (f"{RULE}=token_truncate", f"{D3S}.off_policy_high=1.2"),
+    "kpop": (f"{RULE}=kpop", f"{D3S}.off_policy_high=0.02"),
+    "verl's": (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.8_1.25"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTING)
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
-def test_cuts_after_an_off_policy_rule(queue: None, name: str, agg: str) -> None:
-    """The rule's mask does not depend on the cuts, which are among the tokens that the rule leaves."""
-    options = (
-        f"{AGG}={agg}",
-        f"{RULE}={name}",
-        f"{D3S}.off_policy_high={0.02 if name == 'kpop' else 1.2}",
-        WITH_LOG_PROBS,
-    )
+def test_cuts_after_rejections(queue: None, name: str, agg: str) -> None:
+    """The mask of the remaining tokens does not depend on the cuts, which are among these tokens."""
+    options = f"{AGG}={agg}", WITH_LOG_PROBS, *REJECTING[name]
     full, ours = Run(*EVERYTHING, *options), Run(PREFIX, *options)
     trusted = {key: row["response_mask"] for key, row in full.rows.items()}
     assert name == "token_truncate" or any((mask[1:] == 0).any() for mask in trusted.values())
