@@ -139,6 +139,44 @@ def test_the_table_of_completions_has_all_rollouts(folder: Path, tmp_path: Path)
     assert run.logged("d3s/rollouts_kept") == [GROUP] * 2
 
 
+@pytest.mark.parametrize("options", [{"loss_type": "grpo", "beta": 0.1}, {"loss_type": "dapo"}], ids=str)
+def test_prefixes_have_the_weights_of_their_cuts(folder: Path, options: dict[str, Any]) -> None:
+    """1 / P(before the cut). A rollout's random number belongs to its place among all rollouts, kept or dropped."""
+    rollouts = {"rollouts_start": 4, "rollouts_end": 4}
+    kept: list[int] = []
+    shares: list[float] = []
+
+    def weigh(trainer: Any) -> None:
+        def remember(remaining: Any, samples: Any) -> None:
+            kept[:] = [place for place, one in enumerate(samples) if any(one is left for left in remaining)]
+
+        def cut(result: None, samples: Any, parts: list[Any]) -> None:
+            generator = torch.Generator().manual_seed(trainer.args.seed + 1_000_003 * trainer.state.global_step)
+            draws = iter(torch.rand(GROUP * STEPS, dtype=torch.float64, generator=generator)[kept].tolist())
+            before = total = 0
+            for part in parts:
+                weight = torch.zeros(part.completion_mask.shape)
+                for row, mask in enumerate(part.completion_mask.bool()):
+                    n = int(mask.sum())
+                    last = 1 + math.floor(next(draws) * n)
+                    weight[row, mask] = torch.tensor([n / (n - t + 1) * (t <= last) for t in range(1, n + 1)])
+                    before, total = before + last, total + n
+                part.d3s_kept = Kept(weight > 0, weight)
+            shares.append(before / total)
+
+        after(trainer, "_keep_rollouts", remember)
+        after(trainer, "_choose_tokens", cut)
+
+    everything = {"token_ratio_start": 1, "token_ratio_end": 1, "loss_denominator": "all"}
+    expected = train(folder, rollouts | everything, before=weigh, **options)
+    ours = train(folder, rollouts | {"token_rule": "prefix"}, **options)
+    assert_equal(ours, expected)
+    assert ours.logged("d3s/token_share") == pytest.approx(shares)
+    assert ours.logged("d3s/token_share_asked") == [0.5, 0.5]
+    with pytest.raises(AssertionError):
+        assert_equal(ours, train(folder, rollouts | everything, **options))
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo", "sapo"])
 def test_the_loss_is_the_mean_over_kept_tokens(folder: Path, loss_type: str) -> None:
     """The same as ms-swift's loss of a batch that has the kept tokens alone. Ratios are 1 in the first step."""

@@ -39,7 +39,7 @@ def data_of(batch: Any, **options: Any) -> Any:
 
 
 def loss_of(workers: Any, keys: list[str], data: Any) -> Any:
-    output = {"log_probs": workers._of_whole_sequences(workers.log_probs, keys, data["prompts"])}
+    output = {"log_probs": workers._of_whole_sequences(workers.log_probs, keys, data)}
     return ppo_loss(workers.config, output, data)[0]
 
 
@@ -114,7 +114,7 @@ def test_entropies_of_the_old_policy_that_are_refused(queue: None) -> None:
     store entropies of whole sequences; verl's trainer then cuts off the prompts."""
     trainer, batch, _ = a_step(draw_rewards(), SYNC, *ESPO)
     workers, data = trainer.actor_rollout_wg, data_of(batch)
-    data["entropy"] = workers._of_whole_sequences(workers.entropies, batch.keys, data["prompts"])
+    data["entropy"] = workers._of_whole_sequences(workers.entropies, batch.keys, data)
     with pytest.raises(ValueError, match="entropy: got shape"):
         loss_of(workers, batch.keys, data)
     del data["entropy"]

@@ -132,7 +132,7 @@ print(any(ours()))
 """,
         tmp_path,
     )
-    assert found.stdout.split() == ["7", "True", "False", "True", "7", "False"], found.stderr
+    assert found.stdout.split() == ["8", "True", "False", "True", "8", "False"], found.stderr
 
 
 @pytest.mark.slow("what is said to who imports a part of ours before verl")

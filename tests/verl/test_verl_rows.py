@@ -117,14 +117,14 @@ def test_the_budget_stays_between_two_and_the_group() -> None:
 
 
 BAD = {
-    "rollouts_start": [0, -1, 2.5, math.inf, math.nan, "8", None, True],
+    "rollouts_start": [0, -1, 2.5, math.inf, math.nan, "8", True],
     "rollouts_end": [0.0, 1.5],
-    "token_ratio_start": [0, 1.01, -0.1, math.nan, "0.1", None, True],
+    "token_ratio_start": [0, 1.01, -0.1, math.nan, "0.1", True],
     "token_ratio_end": [0.0, 2],
     "schedule_shape": ["square", 1, None],
     "rollout_rule": ["variance", None],
     "rollout_scope": ["sequence", None],
-    "token_rule": ["top", None],
+    "token_rule": ["top", 1],
     "token_scope": ["group", None],
     "loss_denominator": ["some", True],
     "drop_zeros": [1, "yes", None],

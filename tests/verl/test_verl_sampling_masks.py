@@ -275,6 +275,15 @@ def test_a_step_of_the_trainer_mode(queue: None) -> None:
     assert tokens
 
 
+def test_rollouts_that_are_cut_lose_their_sets_too(queue: None) -> None:
+    trainer, batch = a_step("+trainer.v1.d3s_sync.token_rule=prefix", f"{ACTOR}.use_kl_loss=true")
+    rows = rows_of(batch, "extra_fields", "response_mask", "old_log_probs", "responses").values()
+    lengths = [len(row["response_mask"]) for row in rows]
+    assert lengths == [len(row["extra_fields"][FIELD]) for row in rows] == [len(row["old_log_probs"]) for row in rows]
+    assert sum(lengths) < sum(len(row["responses"]) for row in rows)
+    assert all(torch.tensor(loss).isfinite() for loss in trainer.actor_rollout_wg.losses)
+
+
 def test_without_the_option_sets_are_not_read(queue: None) -> None:
     trainer, _ = a_step(option="+trainer.v1.d3s_sync.rollouts_end=4", sets_of=lambda response: "not sets")
     assert trainer.actor_rollout_wg.noted == [None, None]

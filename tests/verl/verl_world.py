@@ -66,24 +66,28 @@ class Workers:
         self.metrics: list[dict[str, Any]] = []
         self.denominators: list[int] = []
 
-    def _of_whole_sequences(self, tables: dict[str, Tensor], keys: list[str], prompts: Tensor) -> Tensor:
+    def _of_whole_sequences(self, tables: dict[str, Tensor], keys: list[str], data: TensorDict) -> Tensor:
         """Values for prompt and response as a model gives them: each token's value is at the position before it."""
-        of_rows = zip(keys, prompts.offsets().diff().tolist(), strict=True)
-        rows = [torch.cat([torch.zeros(length - 1), tables[key], torch.zeros(1)]) for key, length in of_rows]
+        lengths = (data[name].offsets().diff().tolist() for name in ("prompts", "input_ids"))
+        rows = [
+            torch.cat([torch.zeros(prompt - 1), tables[key][: whole - prompt], torch.zeros(1)])
+            for key, prompt, whole in zip(keys, *lengths, strict=True)
+        ]
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         self.old_log_probs_asked_for = list(batch.keys)
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
+        fields = ["prompts", "responses", "input_ids"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         for key, length in zip(batch.keys, data["responses"].offsets().diff().tolist(), strict=True):
             self.log_probs.setdefault(key, (-torch.rand(length) - 0.1).requires_grad_())
             self.entropies.setdefault(key, torch.rand(length) + 0.1)
             self.entropies_of_update.setdefault(key, torch.rand(length) + 0.1)
         with torch.no_grad():
-            fields = {"log_probs": self._of_whole_sequences(self.log_probs, batch.keys, data["prompts"])}
+            scores = {"log_probs": self._of_whole_sequences(self.log_probs, batch.keys, data)}
             if batch.extra_info["calculate_entropy"]:  # not for the reference policy
-                fields["entropy"] = self._of_whole_sequences(self.entropies, batch.keys, data["prompts"])
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, len(batch)))
+                scores["entropy"] = self._of_whole_sequences(self.entropies, batch.keys, data)
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(scores, len(batch)))
         return batch
 
     def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
@@ -103,15 +107,17 @@ class Workers:
             for keys, part in zip(parts, data, strict=True):
                 whole = {"batch_num_tokens": tokens, "global_batch_size": batch.extra_info["global_batch_size"]}
                 tu.assign_non_tensor(part, dp_size=self.ranks, **whole)
-                output = {"log_probs": self._of_whole_sequences(self.log_probs, keys, part["prompts"])}
+                output = {"log_probs": self._of_whole_sequences(self.log_probs, keys, part)}
                 if batch.extra_info["calculate_entropy"]:
-                    output["entropy"] = self._of_whole_sequences(self.entropies_of_update, keys, part["prompts"])
+                    output["entropy"] = self._of_whole_sequences(self.entropies_of_update, keys, part)
                 loss, metrics = ppo_loss(self.config, output, part)
                 self.losses.append(float(loss.detach()))
                 self.metrics.append(metrics)
                 if loss.isfinite():  # 0 / 0 without a kept token: the FSDP engine then makes no update
                     (loss / self.ranks).backward()  # data-parallel ranks take the mean
-        return {"metrics": {"mfu": [0.0], "loss": self.losses}}
+        numbers = {name for name, value in self.metrics[0].items() if isinstance(value, float)}
+        theirs = {name: [metrics[name] for metrics in self.metrics] for name in numbers}
+        return {"metrics": theirs | {"mfu": [0.0], "loss": self.losses}}
 
     def tokens_with_gradient(self, key: str) -> Tensor:
         grad = self.log_probs[key].grad

@@ -51,6 +51,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     _everyone: Samples | None = None  # this process's rollouts, including dropped ones; set only while a batch is made
     _advantages: Tensor  # the advantages of all processes' rollouts
     _kept_advantages: Tensor | None = None  # the advantages of kept rollouts; set only while a batch is made
+    _draws_of_kept: Tensor  # the random numbers of this process's kept rollouts, if sequences are cut at random
     _choices_used = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -104,6 +105,9 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         self._log(rollout_metrics(kept.flatten(), lengths, equal, kept.any(dim=1), self._budget().rollouts / n))
         anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
         self._kept_advantages = anew[kept]
+        if self._selection.cuts:  # ms-swift spreads kept rollouts over the processes in the same way
+            draws = accelerator.gather(self._draws_of_rollouts(advantages.flatten()[: len(samples)]))
+            self._draws_of_kept = get_even_process_data(self, draws[kept.flatten()])
         here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()
         remaining = [sample for sample, stays in zip(samples, here, strict=True) if stays]
         if bool(kept.all()):
@@ -176,18 +180,22 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             )
         group = self._process_group
         trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=group)
-        chosen = self._selection.tokens(entropy, advantages, self._progress, mask=trusted, process_group=group)
+        candidates: Any = trusted
+        if self._selection.cuts:
+            candidates = self._selection.prefixes(trusted, self._progress, draws=self._draws_of_kept)
+        chosen = self._selection.tokens(entropy, advantages, self._progress, mask=candidates, process_group=group)
+        weights = trusted.weight if chosen.weight is None else trusted.weight * chosen.weight
         sums = token_sums(chosen.mask, mask, entropy, advantages.unsqueeze(1))
         sums = self.accelerator.reduce(sums, reduction="sum")
         share = trusted.count / sums[1] if ruled else torch.ones_like(sums[1])
-        metrics = token_metrics(sums, chosen.threshold, self._budget().token_ratio)
+        metrics = token_metrics(sums, chosen.threshold, self._selection.token_share(self._progress))
         if ruled:
             metrics[OFF_POLICY_SHARE] = 1 - share
         del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes all rows
         self._log(metrics)
 
-        split = zip(parts, apart(chosen.mask), apart(trusted.mask), apart(trusted.weight), strict=True)
-        for part, tokens, left, weights in split:
+        split = zip(parts, apart(chosen.mask), apart(trusted.mask), apart(weights), strict=True)
+        for part, tokens, left, of_tokens in split:
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
                 # The losses dapo and cispo divide by ms-swift's num_items_in_batch, which also counts the tokens of
@@ -195,7 +203,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
                 items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1]
                 items = torch.as_tensor(items, dtype=sums.dtype, device=sums.device) * share
                 weight, _ = gradient_weights(self.loss_type, tokens, left, torch.stack([sums[0], items]).float())
-            part.d3s_kept = Kept(tokens, weight * weights)
+            part.d3s_kept = Kept(tokens, weight * of_tokens)
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
         self._choices_used = 0

@@ -1,4 +1,4 @@
-"""Makes the entropies of a micro-batch available to a policy loss.
+"""Makes the entropies of a micro-batch available to a policy loss, and weighs verl's KL loss and entropy bonus.
 
 verl does not pass entropies to a policy loss. But ``ppo_loss``, the function that calls the policy loss, receives
 entropies. With V1 trainers, the micro-batch contains the old policy's entropies. With ``actor.calculate_entropy``, the
@@ -15,6 +15,7 @@ from torch import Tensor
 from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding
 
+from .cuts import WEIGHED, WEIGHT
 from .options import POLICY_LOSS
 from .replaced import Replaced
 
@@ -62,9 +63,18 @@ def _ppo_loss(original: Any, config: Any, model_output: Any, data: Any, *args: A
     """Calls verl's ``ppo_loss``. During this call, :func:`token_entropy` can read the micro-batch."""
     before = _MICRO_BATCH.set((model_output, data))
     try:
-        return original(config, model_output, data, *args, **kwargs)
+        loss, metrics = original(config, model_output, data, *args, **kwargs)
     finally:
         _MICRO_BATCH.reset(before)
+    return loss, metrics | {WEIGHED: 1.0} if WEIGHT in data else metrics
+
+
+def _agg_loss(original: Any, loss_mat: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Sums up the KL loss or the entropy bonus as verl does. In rollouts that were cut, each token has a weight."""
+    data = _MICRO_BATCH.get((None, {}))[1]
+    if WEIGHT in data:
+        loss_mat = loss_mat * data.select(WEIGHT).to_padded_tensor()[WEIGHT]
+    return original(loss_mat, *args, **kwargs)
 
 
 REPLACED = (
@@ -72,4 +82,6 @@ REPLACED = (
         losses, "ppo_loss", ["config", "model_output", "data"], _ppo_loss,
         held_by=("verl.workers.engine_workers", "verl.trainer.distillation.losses"), passes_the_rest_on=True,
     ),
+    # verl's ``ppo_loss`` calls this name; policy losses call the function under the name of another module.
+    Replaced(losses, "agg_loss", ["loss_mat"], _agg_loss, passes_the_rest_on=True),
 )  # fmt: skip

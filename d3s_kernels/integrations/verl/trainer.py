@@ -2,13 +2,14 @@
 
 :meth:`D3STrainerSync._balance_batch` chooses the rollouts. It runs after the rewards and before the old
 log-probabilities are computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the old policy's
-entropies, which verl stores together with the old log-probabilities. Both methods run in the driver, on CPU tensors.
+entropies, which verl stores together with the old log-probabilities. Both methods run in the driver, on CPU tensors. If
+rollouts are cut at random, one of the two cuts them (:class:`.cuts.Plan`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from ...metrics import (
     OFF_POLICY_SHARE,
@@ -30,13 +32,15 @@ from ...metrics import (
     token_metrics,
     token_sums,
 )
+from ...prefixes import Prefixes
 from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget, progress_of
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
 from ...shared_tokens import shared_tokens
-from ...trust import weighs
+from ...trust import TrustedTokens, weighs
 from .checks import require_config, require_head, require_sets, require_used
+from .cuts import FIELDS, WEIGHED, WEIGHT, Plan, plan_of, refusals, shortened
 from .options import POLICY_LOSS, D3SOptions
 from .rows import rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
@@ -65,6 +69,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
         self._selection = Selection(self.d3s)
         _require(config, self.d3s)
+        self._plan = plan_of(config, self.d3s)
         # Several parts of verl test whether the mode is "sync": the replay buffer, prompts, refills and checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
@@ -74,6 +79,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
         self._shared: dict[str, Tensor] = {}  # with drop_shared_tokens, which tokens of the rows are shared, by key
         self._equal: set[str] = set()  # the keys of kept rows whose group has equal rewards, up to rounding
+        self._weights: dict[str, Tensor] = {}  # of rows that were cut before the passes, by key: weights of the tokens
+        self._responses: dict[str, Tensor] = {}  # of rows that were shortened, by key: the whole responses
 
     @property
     def _progress(self) -> float:
@@ -96,6 +103,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
+        self._weights, self._responses = {}, {}
+        if self._selection.cuts and self._plan.before_passes:
+            self._cut_rollouts(kept)
         return super()._balance_batch(kept, metrics, **options)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -187,18 +197,20 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             fields["advantages"] = advantages
             if weighs(self.d3s.off_policy_rule):
                 fields["rollout_is_weights"] = trusted.weight
-        on_policy, total = trusted.mask if ruled else mask, loss_mask.sum()
+        on_policy, total = trusted.mask if ruled else trusted, loss_mask.bool().sum()
         if ruled or on_policy.sum() != total:  # verl's rollout correction may have rejected tokens
             metrics[OFF_POLICY_SHARE] = float(1 - on_policy.sum() / total)
         if self.d3s.drop_shared_tokens:
             lengths = zip(batch.keys, offsets.diff().tolist(), strict=True)  # padding rows have no shared tokens
-            others = ~torch.cat([self._shared.get(key, torch.zeros(length).bool()) for key, length in lengths])
+            rows = [self._shared.get(key, torch.zeros(length).bool())[:length] for key, length in lengths]
+            others = ~torch.cat(rows)  # a row may have been cut since
             metrics[SHARED_SHARE] = float((mask.bool() & ~others).sum() / total)
             trusted = trusted.only(others) if ruled else trusted & others
             advantages = advantages * others
             fields["advantages"] = advantages
+        candidates = self._prefixes_of(batch.keys, trusted, offsets) if self._selection.cuts else trusted
         tokens = self._selection.tokens(
-            entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
+            entropy, advantages, self._progress, mask=candidates, offsets=offsets, generator=self._draws("tokens")
         )
         # The selection keeps no token in two cases: no token is trusted; or drop_zeros is on, and within every group
         # all rewards are equal. In these cases all tokens are kept, with advantage 0, since verl would otherwise divide
@@ -209,14 +221,28 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
         else:
-            fields |= {"advantages": advantages * kept}
+            if not self._selection.cuts:  # otherwise, weights of 0 take the place of advantages of 0
+                fields["advantages"] = advantages * kept
             if ruled and any_kept:
                 fields["response_mask"] = on_policy.to(mask.dtype)
+        needed = None
+        if isinstance(candidates, Prefixes):
+            needed = candidates.mask if self._plan.weighs_others else kept
+            everything = loss_mask if self._plan.before_passes else on_policy
+            weights = _weights(tokens.weight, candidates.weight, needed, everything, offsets, self._plan)
+            fields["rollout_is_weights"] = weights[0] * trusted.weight if ruled else weights[0]
+            if self._plan.weighs_others:
+                fields[WEIGHT] = weights[1]
+            if self._plan.shortens:
+                fields["response_mask"] = needed.to(mask.dtype)
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
+        if needed is not None and self._plan.shortens:
+            self._shorten(batch, needed, offsets)
         sums = token_sums(kept, mask.bool(), entropy, advantages)
-        metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._budget.token_ratio)))
+        sums[1] += (loss_mask - loss_mask.bool().to(loss_mask.dtype)).sum()  # what rows have lost before the passes
+        metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._selection.token_share(self._progress))))
         self._tokens_are_chosen = True
         return batch
 
@@ -232,7 +258,66 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             "actor_rollout_ref.rollout.n": 1,
         }
         with _values(self.config, rows):
-            return super()._update_actor(self._noted(batch), metrics)
+            batch = super()._update_actor(self._noted(batch), metrics)
+        if self._plan.weighs_others and self._selection.cuts and metrics.pop(WEIGHED, None) is None:
+            raise RuntimeError(
+                f"{SECTION}.token_rule={self.d3s.token_rule}: the workers have not weighed the KL loss and the entropy "
+                "bonus. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
+            )
+        if self._responses:  # verl's metrics and dumps read the responses
+            fields = list_of_dict_to_tensordict([{"responses": each} for each in self._responses.values()])
+            tq.kv_batch_put(keys=list(self._responses), partition_id=batch.partition_id, fields=fields)
+        return batch
+
+    def _cut_rollouts(self, batch: KVBatchMeta) -> None:
+        """Cuts the kept rollouts at random before any pass over them, and shortens their rows."""
+        where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
+        masks = tq.kv_batch_get(select_fields=["response_mask"], **where)["response_mask"].unbind()
+        offsets = torch.tensor([0, *(len(mask) for mask in masks)]).cumsum(0)
+        cut = self._random_prefixes(batch.keys, torch.cat(masks).bool(), offsets)
+        self._weights = dict(zip(batch.keys, _rows(cut.weight, offsets), strict=True))
+        self._shorten(batch, cut.mask, offsets)
+
+    def _random_prefixes(self, keys: Sequence[str], mask: Tensor | TrustedTokens, offsets: Tensor) -> Prefixes:
+        """Cuts rollouts. There is one random number for each kept rollout, in the order of the keys. So the cuts do not
+        depend on how verl divides rows among processes, nor on verl's padding rows.
+        """
+        in_order = sorted(self._advantages)
+        rollouts = sessions(in_order)
+        numbers = torch.rand(len(rollouts), dtype=torch.float64, generator=self._draws("tokens")).tolist()
+        draws = {in_order[row]: number for rows, number in zip(rollouts, numbers, strict=True) for row in rows}
+        of_rows = torch.tensor([draws.get(key, 0.0) for key in keys], dtype=torch.float64)
+        return self._selection.prefixes(mask, self._progress, offsets=offsets, draws=of_rows)
+
+    def _prefixes_of(self, keys: Sequence[str], mask: Tensor | TrustedTokens, offsets: Tensor) -> Prefixes:
+        """Returns the tokens before the cuts. If rollouts were not cut before the passes, they are cut here."""
+        if not self._plan.before_passes:
+            return self._random_prefixes(keys, mask, offsets)
+        lengths = zip(keys, offsets.diff().tolist(), strict=True)
+        weight = torch.cat([self._weights.get(key, torch.zeros(length))[:length] for key, length in lengths])
+        return Prefixes(weight > 0, weight, (weight > 0).sum())
+
+    def _shorten(self, batch: KVBatchMeta, needed: Tensor, offsets: Tensor) -> None:
+        """Removes from the rows in verl's storage what comes after the last needed token of a response. One token of
+        the response always remains.
+        """
+        needed_in = dict(zip(batch.keys, _rows(needed, offsets), strict=True))
+        keys = [key for key in batch.keys if key in self._advantages]  # without verl's padding rows
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
+        names = list(data.keys())
+        columns = [data[name].unbind() if isinstance(data[name], Tensor) else list(data[name]) for name in names]
+        rows, tags = {}, dict(zip(batch.keys, batch.tags, strict=True))
+        for key, *values in zip(keys, *columns, strict=True):
+            row, places = dict(zip(names, values, strict=True)), needed_in[key].nonzero()
+            length = int(places[-1]) + 1 if len(places) else 1
+            if changed := shortened(row, length, self.d3s.sampling_mask_field):
+                rows[key] = changed
+                self._responses.setdefault(key, row["responses"])
+                tags[key] = tags[key] | {"response_len": length, "seq_len": len(row["prompts"]) + length}
+        batch.tags = list(tags.values())
+        if rows:
+            fields, new_tags = list_of_dict_to_tensordict(list(rows.values())), [tags[key] for key in rows]
+            tq.kv_batch_put(keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=new_tags)
 
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Chooses the rollouts. Removes the dropped rows from the returned batch and from verl's storage."""
@@ -294,9 +379,10 @@ def _require(config: Any, options: D3SOptions) -> None:
     of_groups, or_kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
     correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
+    cuts = options.token_rule.startswith("prefix")
     bypass, weighs_by = correction.get("bypass_mode", False), correction.get("rollout_is")
     reads_log_probs = rule != "none" and not config.actor_rollout_ref.rollout.calculate_log_probs
-    has_gradient = options.loss_denominator == "all" and loss in _NOT_SILENT_AT_ADVANTAGE_0
+    has_gradient = options.loss_denominator == "all" and not cuts and loss in _NOT_SILENT_AT_ADVANTAGE_0
     for refused, key, value, takes in (
         (bypass, "algorithm.rollout_correction.bypass_mode", bypass, "False: tokens need the old policy's entropy"),
         (
@@ -322,6 +408,7 @@ def _require(config: Any, options: D3SOptions) -> None:
             has_gradient, f"{SECTION}.loss_denominator", "all",
             f"'kept': with {loss}, tokens of advantage 0 have a gradient",
         ),
+        *(refusals(config, options.token_rule) if cuts else ()),
     ):  # fmt: skip
         if refused:
             raise ValueError(f"{key}: got {value!r}; {MODE} takes {takes}")
@@ -338,6 +425,24 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             OmegaConf.update(config, key, value)
+
+
+def _weights(
+    policy: Tensor | None, others: Tensor, needed: Tensor, everything: Tensor, offsets: Tensor, plan: Plan
+) -> list[Tensor]:
+    """Returns the factors for the policy loss, and for the KL loss and the entropy bonus. ``policy`` and ``others`` are
+    the weights of the cuts. Where verl divides a row's loss by the number of ``needed`` tokens, the factors turn that
+    number into that of ``everything``.
+    """
+    of_rows = [torch.segment_reduce(part.float(), "sum", offsets=offsets) for part in (needed, everything)]
+    share = (of_rows[0] / of_rows[1].clamp(min=1)).repeat_interleave(offsets.diff())
+    assert policy is not None
+    pairs = (policy, plan.mean_of_rows), (others, plan.mean_of_rows_of_others)
+    return [weight * share if plan.shortens and divides else weight for weight, divides in pairs]
+
+
+def _rows(values: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(values, offsets.diff().tolist())
 
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
