@@ -1,0 +1,214 @@
+"""Random configurations of D3STrainer against an oracle in float64: choices, gradients, and all that is logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from helpers import random_generator, threads
+from tiny_trl import model, trainer
+from transformers import PrinterCallback
+from trl.trainer import grpo_trainer
+from trl_oracle import Generation, Oracle, Unsure
+
+CONFIGURATIONS = 300
+OURS = ("vllm", "counted", "rewards")  # what a configuration says of the made-up rollouts, not of the trainer
+
+
+def drawn(pick: Callable[..., Any]) -> dict[str, Any]:
+    """A configuration. Values that hide what others do are rare; so are combinations that are refused."""
+    n, groups, steps = pick(2, 4, 6, 8), pick(1, 2, 3), pick(1, 2, 3, 4)
+    if n * groups % steps:
+        n, groups, steps = 8, 2, pick(1, 2, 4)
+    loss = pick("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+    some: dict[str, Any] = {
+        "num_generations": n, "per_device_train_batch_size": n * groups // steps, "steps_per_generation": steps,
+        "gradient_accumulation_steps": pick(steps, steps, 1, 2, 3), "num_iterations": pick(1, 1, 2), "max_steps": 3,
+        "logging_steps": pick(1, 1, 2), "max_completion_length": pick(4, 8, 10), "temperature": pick(1.0, 0.7, 1.3),
+        "learning_rate": pick(1e-3, 1e-2), "loss_type": loss, "beta": pick(0.0, 0.0, 0.2),
+        "importance_sampling_level": pick("token", "token", "token", "sequence", "entropy_group"),
+        "epsilon": pick(0.05, 0.2), "epsilon_high": pick(None, 0.1, 0.3), "delta": pick(None, None, 1.4),
+        "espo_alpha": pick(0.02, 0.3), "espo_quantiles": pick([0.8], [0.3, 0.7]),
+        "espo_denominator": pick("self", "old"), "use_bias_correction_kl": pick(False, True),
+        "entropy_coef": pick(0.0, 0.0, 0.0, 0.1), "off_policy_mask_threshold": pick(None, None, None, 0.05),
+        "scale_rewards": pick("group", "group", "batch", "none"),
+        "multi_objective_aggregation": pick("sum_then_normalize", "sum_then_normalize", "normalize_then_sum"),
+        "reward_weights": pick(None, [1.0], [1.0, 0.5], [0.3, 2.0]),
+        "rewards": pick("numbers", "numbers", "0 or 1", "small", "equal groups", "unscored"),
+        "mask_truncated_completions": pick(False, False, True), "counted": pick(None, None, 0.7),
+        "pad_to_multiple_of": pick(None, None, 4), "logits_dtype": pick("float32", "auto"),
+        "rollouts_start": pick(0.25, 0.5, 2, 1.0), "rollouts_end": pick(0.5, 0.75, 1.0, 2),
+        "token_ratio_start": pick(0.05, 0.1, 0.3, 1.0), "token_ratio_end": pick(0.2, 0.3, 0.5, 1.0),
+        "schedule_shape": pick("linear", "linear", "cosine", "exponential"),
+        "rollout_rule": pick("max_variance", "max_variance", "highest", "largest_abs", "percentile", "random"),
+        "rollout_scope": pick("batch", "group"), "advantages_from": pick("all", "all", "kept"),
+        "token_rule": pick(*["advantage_entropy"] * 2, "entropy", "advantage", "entropy_quantile", "random"),
+        "token_scope": pick("batch", "batch", "sequence"), "drop_zeros": pick(False, False, True),
+        "loss_denominator": pick("kept", "all"), "entropy_from": pick("auto", "update", "rollout"),
+        "order_rows": pick("auto", "auto", "work", "none"), "vllm": pick(False, False, True),
+    }  # fmt: skip
+    if some["vllm"]:
+        ratios = "token_mask", "sequence_mask", "geometric_mask", "token_truncate", "geometric_truncate"
+        rule = pick("none", "none", *ratios, "kpop", "opsm", "sequence_error", "m2po")
+        measures = {"opsm": 0.05, "kpop": 0.05, "m2po": 0.1, "sequence_error": 1.4}
+        modes = ("token_mask", "token_truncate") + ("sequence_mask", "sequence_truncate") * (loss != "vespo")
+        # The weights of a rule with weights are TRL's ratios, which would count twice.
+        some["vllm_importance_sampling_correction"] = corrects = rule not in ratios and pick(False, True)
+        some |= {
+            "off_policy_rule": rule, "off_policy_high": measures.get(rule, 1.25 if rule in ratios else None),
+            "off_policy_low": 0.8 if rule in ratios else None, "vllm_importance_sampling_mode": pick(*modes),
+            "vllm_importance_sampling_clip_min": pick(None, 0.8), "vllm_importance_sampling_clip_max": pick(1.2, 3.0),
+            "entropy_from": "auto" if corrects else some["entropy_from"],
+        }  # fmt: skip
+    special = pick("keep_all", "top_entropy_quantile", *[None] * 12)
+    if special == "keep_all":
+        ends = ("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end")
+        some |= dict.fromkeys(ends, 1.0) | {"keep_all": True, "advantages_from": "all"}
+    elif special == "top_entropy_quantile":
+        some |= {"token_ratio_start": 0.3, "token_ratio_end": 0.3, "token_rule": "entropy", "loss_denominator": "all"}
+        some["top_entropy_quantile"] = 0.3
+    return drawn(pick) if refused(some) and pick(*[True] * 9, False) else some
+
+
+def refused(some: dict[str, Any]) -> bool:
+    """Whether the pages say that the options do not go together."""
+    rule, plain = some.get("off_policy_rule", "none"), not some["drop_zeros"] and some["token_scope"] == "batch"
+    level, loss = some["importance_sampling_level"], some["loss_type"]
+    return bool(
+        (level == "entropy_group" and loss not in ("grpo", "bnpo", "dr_grpo", "dapo"))
+        or (some["token_rule"] == "entropy_quantile" and not plain)
+        or (some.get("top_entropy_quantile") and not plain)
+        or (
+            some.get("keep_all") and (some["drop_zeros"] or (rule, some["token_rule"]) != ("none", "advantage_entropy"))
+        )
+        or (rule != "none" and some["entropy_from"] == "update")
+        or (some["order_rows"] == "work" and (loss == "bnpo" or some["entropy_coef"]))
+    )
+
+
+class MadeUp:
+    """Prompts, completions and rewards in the place of generation and of reward functions."""
+
+    oracle: Oracle
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    rewards: Tensor  # [rollouts, functions]
+    counted: list[list[int]] | None = None  # 0 at tokens of tools
+    logprobs: list[list[float]] | None = None
+
+    def __init__(self, some: dict[str, Any], seed: int) -> None:
+        self.some, self.random = some, random_generator(seed)
+        self.functions = [self.function(place) for place in range(len(some["reward_weights"] or [1.0]))]
+
+    def ids(self, at_least: int, below: int) -> list[int]:
+        number = int(torch.randint(at_least, below, (), generator=self.random))
+        return torch.randint(2, 61, (number,), generator=self.random).tolist()
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.random)
+
+    def __call__(self, prompts: list[str], made: Any) -> dict[str, Any]:
+        """In the place of ``rollout_func``."""
+        some, rows = self.some, range(len(prompts))
+        self.prompts = [[2 + row, *self.ids(0, 4)] for row in rows]
+        ends = [[1] * bool(self.uniform() < 0.6) for _ in rows]
+        # TRL takes a single column for values of sequences: one row has two tokens.
+        self.completions = [self.ids(1 + (row == 0), some["max_completion_length"]) + ends[row] for row in rows]
+        n, rewards = some["num_generations"], self.uniform(len(rows), len(self.functions))
+        rewards = {"0 or 1": rewards.round(), "small": rewards * 1e-4}.get(some["rewards"], rewards)
+        if some["rewards"] == "equal groups":
+            rewards[:n] = 0.1
+        if some["rewards"] == "unscored":
+            rewards[self.uniform(*rewards.shape) < 0.25] = math.nan
+        self.rewards = rewards
+        if some["counted"]:
+            self.counted = [(self.uniform(len(row)) < some["counted"]).int().tolist() for row in self.completions]
+        if some["vllm"]:  # an engine's log-probabilities, of which it does not know some
+            oracle, self.logprobs = self.oracle, None
+            oracle.exact.load_state_dict(made.model.state_dict())
+            with torch.no_grad():
+                own, _ = oracle.scores(Generation(oracle.o, self), slice(None))
+            strange = own + 0.4 * torch.randn(own.shape, generator=self.random)
+            strange[self.uniform(*own.shape) < 0.02] = math.nan
+            self.logprobs = [strange[row, : len(self.completions[row])].tolist() for row in rows]
+        masks = {"env_mask": self.counted} if self.counted else {}
+        return {"prompt_ids": self.prompts, "completion_ids": self.completions, "logprobs": self.logprobs, **masks}
+
+    def function(self, place: int) -> Callable[..., list[float]]:
+        def reward(**_: Any) -> list[float]:
+            return self.rewards[:, place].tolist()
+
+        reward.__name__ = f"reward{place}"
+        return reward
+
+
+def run(seed: int, saved: str) -> int:
+    """Trains with the configuration of this seed. Returns the number of gradients that were compared."""
+    random = random_generator(seed)
+    some = drawn(lambda *among: among[int(torch.randint(len(among), (), generator=random))])
+    made_up, options = MadeUp(some, seed + 1), {name: some[name] for name in some if name not in OURS}
+    policy = model()
+    policy.config._name_or_path = saved  # from which TRL loads the reference
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random))
+    try:
+        if refused(some):
+            with pytest.raises(ValueError, match="takes"):
+                trainer(policy=policy, reward_funcs=made_up.functions, **options)
+            return 0
+        made = trainer(policy=policy, reward_funcs=made_up.functions, max_grad_norm=0.0, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            return followed(made, some, made_up, patch)
+    except (Exception, pytest.fail.Exception) as error:
+        raise AssertionError(f"run({seed}, saved) draws this again: {some}: {error}") from error
+
+
+def followed(made: Any, some: dict[str, Any], made_up: MadeUp, patch: pytest.MonkeyPatch) -> int:
+    made.use_vllm, made.rollout_func, made._last_loaded_step = some["vllm"], made_up, -1
+    made.vllm_generation = type("Engine", (), {"sync_weights": lambda self: None})()
+    made_up.oracle = oracle = Oracle(made, some, made_up)
+    made.remove_callback(PrinterCallback)
+    made.add_callback(oracle)
+    shuffle, compute_loss, forward = grpo_trainer.shuffle_sequence_dict, made.compute_loss, made.model.forward
+    log_tokens, kept, positions = made._log_tokens, [], []
+
+    def shuffled(batch: dict[str, Any]) -> dict[str, Any]:
+        with torch.random.fork_rng(devices=[]):  # what TRL is going to draw
+            order = torch.randperm(len(batch["advantages"])).tolist()
+        oracle.generated(batch, order)
+        return shuffle(batch)
+
+    def computed(model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+        kept.clear()
+        positions.clear()
+        loss = compute_loss(model, inputs, **more)
+        oracle.trains(inputs, *kept, *positions)
+        return loss
+
+    def watched(**inputs: Any) -> Any:
+        positions.append(inputs["input_ids"].numel())
+        return forward(**inputs)
+
+    patch.setattr(grpo_trainer, "shuffle_sequence_dict", shuffled)
+    made.compute_loss, made.model.forward = computed, watched
+    made._log_tokens = lambda *parts: kept.append(parts[0]) or log_tokens(*parts)
+    with suppress(Unsure):
+        made.train()
+    return oracle.checked
+
+
+@pytest.mark.filterwarnings("ignore:rollouts_")  # keeping more rollouts than was asked for
+@pytest.mark.slow("gradients, losses and metrics of hundreds of configurations that nobody has thought of")
+def test_random_configurations(saved: str) -> None:
+    seeds = torch.randint(2**31, (CONFIGURATIONS,)).tolist()
+    with threads(1):
+        compared = sum(run(seed, saved) for seed in seeds)
+    assert compared > 2 * CONFIGURATIONS
