@@ -14,6 +14,7 @@ from .targets import (
     GRPO_CUT,
     HALF,
     NOTHING,
+    PREFIXES,
     RECORDED,
     SMALL_MODEL,
     SMALL_VOCABULARY,
@@ -55,6 +56,19 @@ def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str
             peers={GRPO: theirs},
             yardsticks={GRPO_CUT: cut, OURS_PADDED: padded},
         )
+
+
+def test_prefixes(contest: Contest, sizes: Sizes) -> None:
+    """NAT at half of the tokens, in eight micro-batches of equal work, beside all tokens."""
+    from .trl_step import OURS_ALL, OURS_PREFIXES, SHAPES, Step, shape_and_sizes
+
+    model, sizes = shape_and_sizes(8, sizes)
+    contest(
+        in_micro_batches(8, PREFIXES, RECORDED, "0.5B" if inputs.contests_of == "cuda" else DEEP_MODEL),
+        rollouts(sizes, SHAPES[model].vocabulary or sizes.vocabulary),
+        Step(OURS_PREFIXES, sizes, model, RECORDED),
+        yardsticks={OURS_ALL: Step(OURS_ALL, sizes, model, RECORDED)},
+    )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

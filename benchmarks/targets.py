@@ -13,7 +13,8 @@ LAYERS_OF_7B, COMPUTED_FROM = 28, (2, 6)
 SMALL_MODEL, SMALL_VOCABULARY = "8 layers of 256", 12_288
 DEEP_MODEL = "32 layers of 192"
 GRPO, GRPO_CUT = "GRPOTrainer", "GRPOTrainer, micro-batches cut to their rows"  # the second is what trl#7179 asks for
-NOTHING, HALF = "nothing dropped", "half of the rollouts"
+NOTHING, HALF, PREFIXES = "nothing dropped", "half of the rollouts", "half of the tokens, before random cuts"
+ALL_TOKENS = f"d3s_kernels, {NOTHING}"
 STEP_MEMORY = 0.4  # a bound on our memory: this share of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
@@ -75,6 +76,7 @@ def of_64_rollouts(model: str, nothing: float, half: float) -> tuple[Target, ...
         Within(drop_half, GRPO, half),
         Within(other_lengths, GRPO, 0.5),
         Within(other_lengths, GRPO_CUT),
+        Within(in_micro_batches(8, PREFIXES, RECORDED, model), ALL_TOKENS, 0.7),
     )
 
 

@@ -35,11 +35,12 @@ from . import inputs
 from .recorded import answers, entropy_of, lengths_of_6092, recorded, tokens_of
 from .sizes import FULL, Sizes
 from .targets import (
+    ALL_TOKENS,
     COMPUTED_FROM,
     DEEP_MODEL,
     GRPO,
     GRPO_CUT,
-    NOTHING,
+    PREFIXES,
     RECORDED,
     SMALL_MODEL,
     SMALL_VOCABULARY,
@@ -50,7 +51,8 @@ from .withdrawn import FULL_COMPLETIONS
 GRPO_OUR_HEAD = "GRPOTrainer with our LM head"  # shows the head's effect alone
 OURS, OURS_PASS = "d3s_kernels", "d3s_kernels, entropy from a pass before"
 OURS_ROLLOUTS = "d3s_kernels, all tokens of half of the rollouts"  # shows the effect of rollouts alone
-OURS_ALL = f"{OURS}, {NOTHING}"
+OURS_ALL = ALL_TOKENS
+OURS_PREFIXES = f"{OURS}, {PREFIXES}"
 OURS_PADDED = f"{OURS_ALL}, TRL's rows and columns"  # shows the effect of our LM head alone
 GROUP = 8  # rollouts of a prompt, as they were recorded
 PAD, EOS = 0, 1
@@ -297,6 +299,8 @@ def trainer_of(name: str, sizes: Sizes, shape: str, rows: int | None = None, **c
     elif name in (OURS_ALL, OURS_PADDED):
         order = "none" if name == OURS_PADDED else "auto"
         kind, arguments = WatchedD3S, D3SConfig(keep_all=True, order_rows=order, **common)
+    elif name == OURS_PREFIXES:
+        kind, arguments = WatchedD3S, D3SConfig(token_rule="prefix", rollouts_start=1.0, rollouts_end=1.0, **common)
     else:
         tokens = 1.0 if name == OURS_ROLLOUTS else 0.1
         ours = {"token_ratio_start": tokens, "token_ratio_end": tokens, "rollouts_start": 0.5, "rollouts_end": 0.5}

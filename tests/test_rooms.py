@@ -27,7 +27,7 @@ ROOMS = {
     "micro_batches page prefixes ratios recorder rollouts sampling schedule selection selection_options shared_tokens "
     "tokens trust vocabulary",
     "planning": "_arguments",
-    "savings": "_head _segments micro_batches rollouts selection selection_options tokens",
+    "savings": "_head _segments micro_batches prefixes rollouts selection selection_options tokens",
     # what users call
     "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
     "metrics": "_arguments rollouts schedule tokens",

@@ -86,12 +86,13 @@ def test_an_update_computes_these_rows_and_columns() -> None:
     options.model, entropy = Model(1, 0, 0, 1, 1), torch.zeros(4, 4)
     entropy[0, :2] = 1
     advantages, order = torch.tensor([[1.0, -1, 0, 0]]), torch.tensor([0, 2, 3, 1])
-    drawn = torch.tensor([3, 2, 4, 1]), advantages, entropy, entropy >= 0, order
+    drawn = torch.tensor([3, 2, 4, 1]), advantages, entropy, entropy >= 0, order, torch.zeros(4)
     for choice, largest, padding, *parts in (
         (TRL, 10, 12, 40, 40, 80, 20, 60, 0),
         (NOTHING, 10, 4, 32, 32, 64, 20, 60, 0),  # two rows of 5 and 4 columns, two of 3 and 2
         ("rollouts", 4, 0, 14, 14, 28, 10, 30, 0),
         ("tokens in the update", 10, 8, 36, 36, 72, 20, 18, 0),  # one of four tokens, and two of six
+        ("random prefixes", 4, 0, 16, 16, 32, 8, 24, 0),  # the first token of each
         ("tokens known before", 3, 4, 10, 10, 20, 4, 12, 30),  # two rows of 5 columns; then 3, and 2 without a token
     ):
         found, positions = update(options, drawn, choice)
@@ -111,7 +112,7 @@ PASSES: dict[str, dict[str, Any]] = {
     [
         (TRL, "old"), (NOTHING, "old"), ("rollouts", "none"), ("tokens in the update", "old"),
         ("tokens known before", "none"), ("off-policy tokens", "vllm"), ("rollouts + tokens in the update", "vllm"),
-        ("rollouts + tokens known before", "old"),
+        ("rollouts + tokens known before", "old"), ("random prefixes", "none"), ("rollouts + random prefixes", "old"),
     ],
 )  # fmt: skip
 def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +126,8 @@ def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypa
         options |= {"rollouts": 0.5 if chooses else 1.0, "tokens": 0.25 if tokens in ("in update", "known") else 1.0}
         source = {"in update": "update", "known": "rollout"}.get(tokens, "auto")
         options |= {"entropy_from": source, "keep_all": choice == NOTHING}
+    if tokens == "prefix":
+        options |= {"token_rule": "prefix", "tokens": 0.5}
     kind = PlainTrainer if choice == TRL else D3STrainer
     made: Any = trainer(kind, per_device_train_batch_size=4, gradient_accumulation_steps=4, **options)
     lengths = torch.randint(2, 6, (16,)).index_fill(0, torch.randperm(16)[:3], 12)
@@ -153,7 +156,9 @@ def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypa
     batch = f"--prompts 2 --micro-batch 4 --token-share 0.25 --prompt-length 2 --passes {passes}"
     counting = savings.options_of([*LLAMA, *BATCH, *batch.split()])
     counting.model = model = Model(1, 0, 1, 1, 1)
-    counts, largest = update(counting, (lengths, advantages, entropy, on_policy, order), choice)
+    cuts = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(42))
+    drawn_batch = lengths, advantages, entropy, on_policy, order, cuts
+    counts, largest = update(counting, drawn_batch, choice)
 
     sizes = [(has_grad, *call["input_ids"].shape, 2 * int((call["labels"] != -100).sum())) for has_grad, call in calls]
     trained, before = ([size for has_grad, *size in sizes if has_grad == wanted] for wanted in (True, False))
@@ -168,7 +173,7 @@ def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypa
     if choice != TRL:
         logged = {name: [float(value) for value in values] for name, values in made._metrics["train"].items()}
         counting.model = Model(1, 0, 0, 1, 1)
-        counts, _ = update(counting, (lengths, advantages, entropy, on_policy, order), choice)
+        counts, _ = update(counting, drawn_batch, choice)
         assert counts["head backward"] == 6 * sum(logged["d3s/tokens_kept"])
         assert logged["d3s/largest_micro_batch"] == [largest]
         assert logged["d3s/padding"] == pytest.approx([counts["padding"] / counts["body forward"]])
@@ -188,7 +193,9 @@ def test_shares_sum_up_and_what_keeps_all_saves_nothing(capsys: pytest.CaptureFi
     assert choices[TRL]["update"] == 1 > choices[NOTHING]["update"] > choices["off-policy tokens"]["update"]
     assert choices[TRL]["largest_micro_batch"] > choices[NOTHING]["largest_micro_batch"]
     all_kept = ["--rollouts-kept", "1", "--token-share", "1", "--off-policy", "0", "--passes", "old"]
-    assert {row["update"] for row in json.loads(printed(capsys, *batch, *all_kept))["choices"].values()} == {1}
+    kept = json.loads(printed(capsys, *batch, *all_kept))["choices"]
+    assert {row["update"] for choice, row in kept.items() if "prefixes" not in choice} == {1}
+    assert kept["random prefixes"]["update"] == kept["rollouts + random prefixes"]["update"] < 1
 
 
 def test_the_text_and_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

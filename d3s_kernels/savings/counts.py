@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .._segments.quota import Quota
 from ..micro_batches import micro_batches
+from ..prefixes import random_prefixes
 from ..rollouts import group_advantages
 from ..selection import Selection
 from ..tokens import select_tokens
@@ -36,8 +37,9 @@ TRL, NOTHING = "TRL as it is", "nothing dropped"
 CHOICES = {  # for each: whether rollouts are chosen, and how tokens are chosen
     TRL: (False, "all"), NOTHING: (False, "all"), "rollouts": (True, "all"),
     "tokens in the update": (False, "in update"), "tokens known before": (False, "known"),
-    "off-policy tokens": (False, "on-policy"), "rollouts + tokens in the update": (True, "in update"),
-    "rollouts + tokens known before": (True, "known"),
+    "off-policy tokens": (False, "on-policy"), "random prefixes": (False, "prefix"),
+    "rollouts + tokens in the update": (True, "in update"), "rollouts + tokens known before": (True, "known"),
+    "rollouts + random prefixes": (True, "prefix"),
 }  # fmt: skip
 SIGMA = 0.9  # standard deviation of the logarithms of lengths, as in a benchmark of TRL (trl#6092)
 SPREAD = 2.0  # a prompt's rate of success is drawn from Beta(SPREAD s, SPREAD (1 - s)), whose mean is s
@@ -79,14 +81,14 @@ def lengths_of(text: str) -> Callable[[Random], int]:
     return lambda draws: int(draws.choice(values))
 
 
-def drawn(seed: int, options: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def drawn(seed: int, options: Namespace) -> tuple[Tensor, ...]:
     """Draws a batch of R rollouts, each with at most T tokens. Lengths, rewards and tokens are independent of each
     other.
 
     Returns:
         lengths int64 ``[R]``; advantages float32 ``[groups, n]``; entropies float32 ``[R, T]``, in nats; the mask of
-        tokens that are not off-policy, bool ``[R, T]``; and the position of each rollout after TRL's shuffling, int64
-        ``[R]``.
+        tokens that are not off-policy, bool ``[R, T]``; the position of each rollout after TRL's shuffling, int64
+        ``[R]``; and the number in [0, 1) by which each rollout is cut, ``[R]``.
     """
     draws, generator, s = Random(seed), torch.Generator().manual_seed(seed), options.success
     rates = [draws.betavariate(SPREAD * s, SPREAD * (1 - s)) for _ in range(options.prompts)]
@@ -96,7 +98,8 @@ def drawn(seed: int, options: Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor
     table, place = torch.tensor(ENTROPIES), at_random[0] * (len(ENTROPIES) - 1)
     entropy = torch.lerp(table[place.floor().long()], table[place.ceil().long()], place.frac())
     order = torch.randperm(len(lengths), generator=generator)
-    return lengths, group_advantages(rewards), entropy, at_random[1] >= options.off_policy, order
+    cuts = torch.rand(len(lengths), generator=generator)
+    return lengths, group_advantages(rewards), entropy, at_random[1] >= options.off_policy, order, cuts
 
 
 def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[Counter[str], int]:
@@ -105,7 +108,7 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[
     forward spends on columns that a row does not need.
     """
     model: Model = options.model
-    all_lengths, advantages, entropy, on_policy, order = batch
+    all_lengths, advantages, entropy, on_policy, order, cuts = batch
     (chooses, tokens), prompt, size = CHOICES[choice], options.prompt_length, options.micro_batch
     rows, head, total, largest = torch.arange(len(order)), 2 * model.hidden * model.vocabulary, Counter[str](), 0
 
@@ -124,13 +127,15 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[
         rows = selection.rollouts(advantages, 0.0, multiple_of=len(order) // size).flatten().nonzero()[:, 0]
     lengths, advantages = all_lengths[rows], advantages.flatten()[rows]
     width = int(lengths.max())
+    needed = torch.arange(width) < lengths[:, None]  # the tokens that the head computes
+    if tokens == "prefix":
+        needed = random_prefixes(needed, draws=cuts[rows]).mask
     if options.passes == "old":
-        add_pass(lengths, width)
+        add_pass(needed.sum(dim=1), width)
     elif options.passes == "none" and tokens == "known":  # an extra pass, only for entropies
         add_pass(lengths[advantages != 0], width)
 
-    needed = torch.arange(width) < lengths[:, None]  # the tokens that the head computes
-    if tokens in ("known", "on-policy"):
+    if tokens in ("known", "on-policy", "prefix"):
         needed &= on_policy[rows, :width]
     if tokens == "known":
         needed = select_tokens(entropy[rows, :width], advantages, options.token_share, mask=needed).mask

@@ -240,7 +240,8 @@ class ChoosesTokens(Scoring):
         needed_alone = call._replace(model=at_kept_tokens, tokens=tokens, attention=attention, columns=used)
         logprob, entropy, aux = needed_alone.scores()
         assert entropy is not None
-        old = inputs[OLD if OLD in inputs else LOGPROB]  # with these values, the ratio of a dropped token is 1
+        # With these values, the ratio of a dropped token is 1. No pass has computed them if sequences are only cut.
+        old = inputs.get(OLD, inputs.get(LOGPROB, torch.zeros(kept.shape, device=kept.device)))
 
         def of_all_tokens(scored: Tensor, earlier: Tensor) -> Tensor:
             earlier = torch.where(kept, 0.0, earlier).to(scored.dtype)
