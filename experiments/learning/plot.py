@@ -17,7 +17,9 @@ from .comparison import Clocks, Comparison, load
 from .setting import Setting
 from .statistics import reached
 
-COLOURS = ("#222222", "#4575b4", "#999999", "#e08214", "#7fbf7b", "#1b7837", "#c51b7d")  # of the arms, in their order
+COLOURS = (  # of the arms, in their order
+    "#222222", "#4575b4", "#999999", "#e08214", "#7fbf7b", "#1b7837", "#c51b7d", "#8c510a", "#d8b365",
+)  # fmt: skip
 SHOWN = ("generation at 0.4 of GRPO's update", "generation at 3")  # beside the pricing of the runs
 
 

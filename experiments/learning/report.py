@@ -111,6 +111,7 @@ def piece_pairs(setting: Setting, comparison: Comparison) -> list[tuple[str, str
         ("PODS", f"random {setting.few} of {setting.many}"),
         ("D3S", "D3S, rollouts alone"),
         ("D3S", "D3S, random tokens"),
+        ("NAT, prefixes", "NAT, random tokens"),
     ]
     return [(arm, base) for arm, base in found if {arm, base} <= set(comparison.arms)]
 

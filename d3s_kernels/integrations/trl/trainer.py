@@ -173,7 +173,7 @@ class D3STrainer(DividesRows):
         if every > 0 and (self._last_page is None or self._last_page // every != step // every):
             self._last_page = step
             self._page = PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
-        columns = list(inputs[0])  # TRL adds what a rollout_func returns to the examples
+        columns = list(inputs[0]) if self.args.refill else []  # TRL adds what a rollout_func returns to the examples
         batch, postponed = self._scored(inputs)
         if self.args.refill:
             batch = self._refilled(batch, columns)
