@@ -35,9 +35,7 @@ def drawn(pick: Callable[..., Any]) -> dict[str, Any]:
         "learning_rate": pick(1e-3, 1e-2), "loss_type": loss, "beta": pick(0.0, 0.0, 0.2),
         "importance_sampling_level": pick("token", "token", "token", "sequence", "entropy_group"),
         "epsilon": pick(0.05, 0.2), "epsilon_high": pick(None, 0.1, 0.3), "delta": pick(None, None, 1.4),
-        "espo_alpha": pick(0.02, 0.3), "espo_quantiles": pick([0.8], [0.3, 0.7]),
-        "espo_denominator": pick("self", "old"), "use_bias_correction_kl": pick(False, True),
-        "entropy_coef": pick(0.0, 0.0, 0.0, 0.1), "off_policy_mask_threshold": pick(None, None, None, 0.05),
+        "use_bias_correction_kl": pick(False, True), "entropy_coef": pick(0.0, 0.0, 0.0, 0.1), "off_policy_mask_threshold": pick(None, None, None, 0.05),
         "scale_rewards": pick("group", "group", "batch", "none"),
         "multi_objective_aggregation": pick("sum_then_normalize", "sum_then_normalize", "normalize_then_sum"),
         "reward_weights": pick(None, [1.0], [1.0, 0.5], [0.3, 2.0]),
@@ -54,6 +52,9 @@ def drawn(pick: Callable[..., Any]) -> dict[str, Any]:
         "loss_denominator": pick("kept", "all"), "entropy_from": pick("auto", "update", "rollout"),
         "order_rows": pick("auto", "auto", "work", "none"), "vllm": pick(False, False, True),
     }  # fmt: skip
+    if some["importance_sampling_level"] == "entropy_group":
+        some |= {"espo_alpha": pick(0.02, 0.3), "espo_quantiles": pick([0.8], [0.3, 0.7])}
+        some["espo_denominator"] = pick("self", "old")
     if some["vllm"]:
         ratios = "token_mask", "sequence_mask", "geometric_mask", "token_truncate", "geometric_truncate"
         rule = pick("none", "none", *ratios, "kpop", "opsm", "sequence_error", "m2po")
@@ -65,7 +66,6 @@ def drawn(pick: Callable[..., Any]) -> dict[str, Any]:
             "off_policy_rule": rule, "off_policy_high": measures.get(rule, 1.25 if rule in ratios else None),
             "off_policy_low": 0.8 if rule in ratios else None, "vllm_importance_sampling_mode": pick(*modes),
             "vllm_importance_sampling_clip_min": pick(None, 0.8), "vllm_importance_sampling_clip_max": pick(1.2, 3.0),
-            "entropy_from": "auto" if corrects else some["entropy_from"],
         }  # fmt: skip
     special = pick("keep_all", "top_entropy_quantile", *[None] * 12)
     if special == "keep_all":
@@ -84,6 +84,7 @@ def refused(some: dict[str, Any]) -> bool:
     return bool(
         (level == "entropy_group" and loss not in ("grpo", "bnpo", "dr_grpo", "dapo"))
         or (some["token_rule"] == "entropy_quantile" and not plain)
+        or (some["token_rule"] == "random" and some["drop_zeros"])
         or (some.get("top_entropy_quantile") and not plain)
         or (
             some.get("keep_all") and (some["drop_zeros"] or (rule, some["token_rule"]) != ("none", "advantage_entropy"))

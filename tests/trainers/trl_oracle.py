@@ -52,8 +52,8 @@ def meaning(args: Any, given: dict[str, Any]) -> SimpleNamespace:
     o.scores_old = o.trl_scores_old or o.off_policy_rule != "none"
     o.before = o.scores_old if o.entropy_from == "auto" else o.entropy_from == "rollout"
     depends = o.importance_sampling_level != "token" or o.loss_type == "vespo" or o.beta or o.entropy_coef
-    # Whether the update computes the kept tokens alone.
-    o.cut = o.before and not depends and o.off_policy_mask_threshold is None
+    o.independent = not depends and o.off_policy_mask_threshold is None
+    o.cut = o.before and o.independent  # whether the update computes the kept tokens alone
     return o
 
 
@@ -236,7 +236,8 @@ class Oracle(TrainerCallback):
         g.width = sum(max(-(-width // unit) * unit, least) for width, least in zip(widths, (1, 2), strict=True))
         for name, value in {
             "rollouts_kept": len(rows), "rollout_share": kept.float().mean(), "rollout_share_asked": each / n,
-            "groups_without_spread": equal.float().mean(), "tokens_not_forwarded": g.mask.sum() - g.items,
+            "groups_without_spread": equal.float().mean(),
+            "groups_kept": kept.view(-1, n).any(1).float().mean(), "tokens_not_forwarded": g.mask.sum() - g.items,
         }.items():  # fmt: skip
             self.add(f"d3s/{name}", value)
         self.add("reward", total.nanmean())
@@ -260,18 +261,15 @@ class Oracle(TrainerCallback):
             g.trusted, g.weight = exact > 0, exact.double()
             if not all((weight > 0).equal(g.trusted) for weight in near):
                 raise Unsure
-        not_zeroed = g.left
         if o.corrects:  # TRL's ratios, once the log-probabilities that they are of have been compared
             old, ratio = (batch[name] for name in ("old_per_token_logps", "importance_sampling_ratio"))
             assert ((g.wide(rows, old) - g.logp)[g.left].abs() < 1e-4).all(), "old log-probabilities"
             g.fields["importance_sampling_ratio"] = (
                 g.wide(rows, ratio.expand_as(old)).double().masked_fill(~g.left, 1.0)
             )
-            not_zeroed = g.fields["importance_sampling_ratio"] != 0
-        if o.corrects or o.off_policy_rule != "none":
-            self.add("d3s/off_policy_share", 1 - self.not_left_out(g, not_zeroed).sum() / g.items)
+        g.has_weight = g.trusted & (g.fields.get("importance_sampling_ratio", torch.ones(())) != 0)
+        g.trusted = g.has_weight if o.independent else g.trusted
         if o.before:
-            g.trusted = g.trusted & not_zeroed if o.cut else g.trusted
             g.kept, g.ratio = g.wide(rows, batch["d3s_kept"]), self.ratio()
             score = self.score(g.advantages, g.entropy)
             threshold = assert_tokens(o, g.kept[rows], score[rows], g.trusted[rows], g.ratio)
@@ -288,9 +286,6 @@ class Oracle(TrainerCallback):
     def renewed(self, kept: Tensor, scale: str, equal: Tensor) -> Tensor:
         """Normalised over what is kept of each group."""
         return reference.group_advantages(kept, scale=scale).masked_fill(equal[:, None], 0.0)
-
-    def not_left_out(self, g: Generation, not_zeroed: Tensor) -> Tensor:
-        return g.trusted & not_zeroed
 
     def asked(self, g: Generation) -> float:
         return g.ratio if self.o.before else self.ratio()
@@ -356,7 +351,7 @@ class Oracle(TrainerCallback):
             threshold = g.threshold[rows] if o.token_scope == "sequence" else g.threshold[rows[:1]]
         else:
             score = self.score(advantages, entropy.detach())
-            threshold = assert_tokens(o, kept, score, mask, self.ratio())
+            threshold = assert_tokens(o, kept, score, trusted, self.ratio())
         measured = mask
         if o.cut:  # the other tokens have the scores of earlier passes
             logp, entropy = (torch.where(kept, *both) for both in ((logp, g.logp[rows]), (entropy, g.entropy[rows])))
@@ -387,6 +382,8 @@ class Oracle(TrainerCallback):
         self.floor += 1e-5 * float(sum(slope.abs().sum() for slope in slopes))
         self.metrics(metrics, kept, mask, measured, entropy.detach(), advantages)
         self.add("d3s/token_share_asked", self.asked(g))
+        if o.corrects or o.off_policy_rule != "none":
+            self.add("d3s/off_policy_share", 1 - g.has_weight[rows].sum() / mask.sum(), mask.sum())
         for lowest in threshold:
             self.add("d3s/threshold", lowest)
         return value
