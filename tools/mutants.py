@@ -679,9 +679,23 @@ MUTANTS = (
     Mutant(
         "trl: shared tokens have a gradient if tokens are chosen in the update",
         "d3s_kernels/integrations/trl/tokens.py",
-        "mask & ~inputs[SHARED] if SHARED in inputs else mask",
-        "mask",
+        'without_shared(inputs, inputs["d3s_trusted"])',
+        'inputs["d3s_trusted"]',
         "tests/trainers/test_trl_shared.py",
+    ),
+    Mutant(
+        "trl: shared tokens are chosen before the update",
+        "d3s_kernels/integrations/trl/tokens.py",
+        "if PREFIX in batch else left",
+        "if PREFIX in batch else trusted",
+        "tests/trainers/test_trl_shared.py",
+    ),
+    Mutant(
+        "trl: espo's entropies are not scored if sequences are only cut",
+        "d3s_kernels/integrations/trl/tokens.py",
+        "return {UNMEASURED: mask}",
+        'return {"d3s_entropy": torch.zeros(mask.shape), UNMEASURED: mask}',
+        "tests/trainers/test_trl_prefixes.py",
     ),
     Mutant(
         "trl: a group on two processes is compared in parts",
@@ -693,7 +707,7 @@ MUTANTS = (
     Mutant(
         "trl: what is left out shrinks the loss's denominator",
         "d3s_kernels/integrations/trl/tokens.py",
-        'inputs["d3s_tokens_trusted"]]).float()',
+        'inputs["d3s_tokens_left"]]).float()',
         'inputs["num_items_in_batch"]]).float()',
         "tests/trainers/test_trl_trust.py",
     ),

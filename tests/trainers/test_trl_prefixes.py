@@ -24,6 +24,7 @@ from d3s_kernels.integrations.trl import D3STrainer
 
 HALF = Fraction(1, 2)
 PREFIX: dict[str, Any] = {"token_rule": "prefix", "token_ratio_start": 0.5, "token_ratio_end": 0.5, "rollouts": 1.0}
+WHOLE = {"token_ratio_start": 1.0, "token_ratio_end": 1.0}
 COMBINED: dict[str, Any] = PREFIX | {"token_rule": "prefix_advantage_entropy"}
 
 
@@ -128,6 +129,17 @@ def test_the_mean_over_all_cuts_is_the_gradient_of_all_tokens(
     assert len({float(each.norm()) for each in found}) == 12
     mean = torch.stack(found).mean(0)
     assert float((mean - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_espo_groups_tokens_by_entropies_that_no_choice_reads(num_iterations: int) -> None:
+    """With cuts behind the last tokens."""
+    espo = {"importance_sampling_level": "entropy_group", "loss_type": "grpo", "num_iterations": num_iterations}
+    found = [
+        run(D3STrainer, **PREFIX | espo | {"token_rule": rule, "loss_denominator": "all"} | WHOLE)[1][0]
+        for rule in ("prefix", "advantage_entropy")
+    ]
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-5
 
 
 @pytest.mark.parametrize("entropy_from", ["update", "rollout"])

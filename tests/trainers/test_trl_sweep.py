@@ -19,6 +19,7 @@ from trl.trainer import grpo_trainer
 from trl_oracle import Generation, Oracle, Unsure
 
 CONFIGURATIONS = 300
+OFTEN = ("advantage_entropy", "prefix", "prefix_advantage_entropy")  # rules for tokens
 OURS = ("vllm", "counted", "rewards")  # what a configuration says of the made-up rollouts, not of the trainer
 
 
@@ -35,9 +36,8 @@ def drawn(pick: Callable[..., Any]) -> dict[str, Any]:
         "learning_rate": pick(1e-3, 1e-2), "loss_type": loss, "beta": pick(0.0, 0.0, 0.2),
         "importance_sampling_level": pick("token", "token", "token", "sequence", "entropy_group"),
         "epsilon": pick(0.05, 0.2), "epsilon_high": pick(None, 0.1, 0.3), "delta": pick(None, None, 1.4),
-        "espo_alpha": pick(0.02, 0.3), "espo_quantiles": pick([0.8], [0.3, 0.7]),
-        "espo_denominator": pick("self", "old"), "use_bias_correction_kl": pick(False, True),
-        "entropy_coef": pick(0.0, 0.0, 0.0, 0.1), "off_policy_mask_threshold": pick(None, None, None, 0.05),
+        "use_bias_correction_kl": pick(False, True), "entropy_coef": pick(0.0, 0.0, 0.0, 0.1),
+        "off_policy_mask_threshold": pick(None, None, None, 0.05),
         "scale_rewards": pick("group", "group", "batch", "none"),
         "multi_objective_aggregation": pick("sum_then_normalize", "sum_then_normalize", "normalize_then_sum"),
         "reward_weights": pick(None, [1.0], [1.0, 0.5], [0.3, 2.0]),
@@ -49,28 +49,36 @@ def drawn(pick: Callable[..., Any]) -> dict[str, Any]:
         "schedule_shape": pick("linear", "linear", "cosine", "exponential"),
         "rollout_rule": pick("max_variance", "max_variance", "highest", "largest_abs", "percentile", "random"),
         "rollout_scope": pick("batch", "group"), "advantages_from": pick("all", "all", "kept"),
-        "token_rule": pick(*["advantage_entropy"] * 2, "entropy", "advantage", "entropy_quantile", "random"),
+        "group_variance_mass": pick(None, None, None, 0.5, 0.9, 1), "drop_shared_tokens": pick(False, False, True),
+        "token_rule": pick("entropy", "advantage", "entropy_quantile", "random", *OFTEN * 2),
         "token_scope": pick("batch", "batch", "sequence"), "drop_zeros": pick(False, False, True),
         "loss_denominator": pick("kept", "all"), "entropy_from": pick("auto", "update", "rollout"),
         "order_rows": pick("auto", "auto", "work", "none"), "vllm": pick(False, False, True),
     }  # fmt: skip
+    if some["importance_sampling_level"] == "entropy_group":
+        some |= {"espo_alpha": pick(0.02, 0.3), "espo_quantiles": pick([0.8], [0.3, 0.7])}
+        some["espo_denominator"] = pick("self", "old")
+    if some["token_rule"].startswith("prefix"):
+        some["loss_denominator"] = "all"
+    if some["token_rule"] == "prefix":
+        some |= {"token_ratio_start": pick(0.5, 0.75, 1.0), "token_ratio_end": pick(0.5, 0.6, 1.0)}
+        some |= {"token_scope": "batch", "entropy_from": "auto"}
     if some["vllm"]:
         ratios = "token_mask", "sequence_mask", "geometric_mask", "token_truncate", "geometric_truncate"
         rule = pick("none", "none", *ratios, "kpop", "opsm", "sequence_error", "m2po")
         measures = {"opsm": 0.05, "kpop": 0.05, "m2po": 0.1, "sequence_error": 1.4}
         modes = ("token_mask", "token_truncate") + ("sequence_mask", "sequence_truncate") * (loss != "vespo")
         # The weights of a rule with weights are TRL's ratios, which would count twice.
-        some["vllm_importance_sampling_correction"] = corrects = rule not in ratios and pick(False, True)
+        some["vllm_importance_sampling_correction"] = rule not in ratios and pick(False, True)
         some |= {
             "off_policy_rule": rule, "off_policy_high": measures.get(rule, 1.25 if rule in ratios else None),
             "off_policy_low": 0.8 if rule in ratios else None, "vllm_importance_sampling_mode": pick(*modes),
             "vllm_importance_sampling_clip_min": pick(None, 0.8), "vllm_importance_sampling_clip_max": pick(1.2, 3.0),
-            "entropy_from": "auto" if corrects else some["entropy_from"],
         }  # fmt: skip
     special = pick("keep_all", "top_entropy_quantile", *[None] * 12)
     if special == "keep_all":
         ends = ("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end")
-        some |= dict.fromkeys(ends, 1.0) | {"keep_all": True, "advantages_from": "all"}
+        some |= dict.fromkeys(ends, 1.0) | {"keep_all": True, "advantages_from": "all", "drop_shared_tokens": False}
     elif special == "top_entropy_quantile":
         some |= {"token_ratio_start": 0.3, "token_ratio_end": 0.3, "token_rule": "entropy", "loss_denominator": "all"}
         some["top_entropy_quantile"] = 0.3
@@ -84,10 +92,10 @@ def refused(some: dict[str, Any]) -> bool:
     return bool(
         (level == "entropy_group" and loss not in ("grpo", "bnpo", "dr_grpo", "dapo"))
         or (some["token_rule"] == "entropy_quantile" and not plain)
+        or (some["token_rule"] == "random" and some["drop_zeros"])
         or (some.get("top_entropy_quantile") and not plain)
-        or (
-            some.get("keep_all") and (some["drop_zeros"] or (rule, some["token_rule"]) != ("none", "advantage_entropy"))
-        )
+        or (some.get("keep_all") and (rule, some["token_rule"]) != ("none", "advantage_entropy"))
+        or (some.get("keep_all") and (some["drop_zeros"] or some["group_variance_mass"]))
         or (rule != "none" and some["entropy_from"] == "update")
         or (some["order_rows"] == "work" and (loss == "bnpo" or some["entropy_coef"]))
     )
@@ -107,9 +115,9 @@ class MadeUp:
         self.some, self.random = some, random_generator(seed)
         self.functions = [self.function(place) for place in range(len(some["reward_weights"] or [1.0]))]
 
-    def ids(self, at_least: int, below: int) -> list[int]:
+    def ids(self, at_least: int, below: int, kinds: int = 59) -> list[int]:
         number = int(torch.randint(at_least, below, (), generator=self.random))
-        return torch.randint(2, 61, (number,), generator=self.random).tolist()
+        return torch.randint(2, 2 + kinds, (number,), generator=self.random).tolist()
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.random)
@@ -120,7 +128,8 @@ class MadeUp:
         self.prompts = [[2 + row, *self.ids(0, 4)] for row in rows]
         ends = [[1] * bool(self.uniform() < 0.6) for _ in rows]
         # TRL takes a single column for values of sequences: one row has two tokens.
-        self.completions = [self.ids(1 + (row == 0), some["max_completion_length"]) + ends[row] for row in rows]
+        kinds = 2 if some["drop_shared_tokens"] else 59  # so that some tokens are shared
+        self.completions = [self.ids(1 + (row == 0), some["max_completion_length"], kinds) + ends[row] for row in rows]
         n, rewards = some["num_generations"], self.uniform(len(rows), len(self.functions))
         rewards = {"0 or 1": rewards.round(), "small": rewards * 1e-4}.get(some["rewards"], rewards)
         if some["rewards"] == "equal groups":

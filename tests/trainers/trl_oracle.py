@@ -48,12 +48,14 @@ def meaning(args: Any, given: dict[str, Any]) -> SimpleNamespace:
         o.token_ratio_start = o.token_ratio_end = o.top_entropy_quantile
         o.token_rule, o.loss_denominator = "entropy", "all"
     o.corrects = o.vllm and o.vllm_importance_sampling_correction
-    o.trl_scores_old = o.gradient_accumulation_steps % (o.steps_per_generation * o.num_iterations) != 0 or o.corrects
-    o.scores_old = o.trl_scores_old or o.off_policy_rule != "none"
-    o.before = o.scores_old if o.entropy_from == "auto" else o.entropy_from == "rollout"
+    several_updates = o.gradient_accumulation_steps % (o.steps_per_generation * o.num_iterations) != 0
+    o.scores_old = several_updates or o.corrects or o.off_policy_rule != "none"
+    known = o.scores_old or o.token_rule == "prefix"
+    o.before = known if o.entropy_from == "auto" else o.entropy_from == "rollout"
     depends = o.importance_sampling_level != "token" or o.loss_type == "vespo" or o.beta or o.entropy_coef
-    # Whether the update computes the kept tokens alone.
-    o.cut = o.before and not depends and o.off_policy_mask_threshold is None
+    o.independent = not depends and o.off_policy_mask_threshold is None
+    o.cuts = o.token_rule in ("prefix", "prefix_advantage_entropy")
+    o.skips = o.independent and (o.before or o.cuts)  # whether the update computes some tokens alone
     return o
 
 
@@ -67,6 +69,21 @@ def blend(shape: str, p: Fraction, start: Any, end: Any) -> Any:
 def number(given: float, n: int) -> int:
     rounded_half_up = given if given > 1 else math.floor(Fraction(str(given)) * n + Fraction(1, 2))
     return min(max(int(rounded_half_up), 2), n)
+
+
+def groups_of_mass(rewards: Tensor, share: float | None, multiple: int) -> list[int]:
+    """The groups of ``rewards`` ``[groups, n]`` of which rollouts may be kept."""
+    if share is None:
+        return list(range(len(rewards)))
+    equal, n = reference.groups_without_spread(rewards), rewards.shape[1]
+    spread = [group[group.isfinite()].double().var(correction=0) for group in rewards]
+    spread = [0.0 if equal[group] else float(f"{spread[group]:.5g}") for group in range(len(equal))]  # so that some tie
+    chosen: list[int] = []
+    for group in sorted(range(len(spread)), key=lambda group: -spread[group]):
+        missing = share == 1 or sum(spread[i] for i in chosen) < share * (1 - 1e-5) * sum(spread)
+        if (spread[group] > 0 and missing) or len(chosen) * n < multiple:
+            chosen.append(group)
+    return sorted(chosen)
 
 
 def assert_rollouts(o: Any, kept: list[int], values: Tensor, total: int) -> None:
@@ -106,12 +123,12 @@ def assert_tokens(o: Any, kept: Tensor, score: Tensor, allowed: Tensor, ratio: f
         clear = allowed & ((score - border).abs() > CLOSE)
         assert kept[clear].equal((score > border)[clear]), "tokens at or above the quantile"
         return border[None]
-    n, random = int(allowed.sum()), o.token_rule == "random"
-    k = min(n, max(1, math.ceil(ratio * n - 1e-9)))
-    if o.drop_zeros and not random:
+    n = int(allowed.sum())
+    k = n if o.token_rule == "prefix" else min(n, max(1, math.ceil(ratio * n - 1e-9)))
+    if o.drop_zeros:
         allowed = allowed & (score != 0)
     assert kept.sum() == min(k, int(allowed.sum())), f"kept {kept.sum()} of {n} tokens, not {k}"
-    if random or not kept.any():
+    if o.token_rule in ("random", "prefix") or not kept.any():
         return torch.tensor([math.nan])
     lowest, others = score[kept].min(), allowed & ~kept
     if others.any():
@@ -195,7 +212,8 @@ class Oracle(TrainerCallback):
 
     def score(self, advantages: Tensor, entropy: Tensor) -> Tensor:
         size = advantages.abs().double()[:, None].expand_as(entropy)
-        return {"advantage_entropy": size * entropy, "advantage": size}.get(self.o.token_rule, entropy)
+        by_both = self.o.token_rule in ("advantage_entropy", "prefix_advantage_entropy")
+        return size * entropy if by_both else size if self.o.token_rule in ("advantage", "prefix") else entropy
 
     @torch.no_grad()
     def generated(self, batch: dict[str, Any], order: list[int]) -> None:
@@ -209,18 +227,28 @@ class Oracle(TrainerCallback):
         total[rewards.isnan().all(1)] = math.nan
         each_reward = rewards.T if separately else total[None]
         equal = reference.groups_without_spread(each_reward.reshape(len(each_reward), -1, n)).all(0)
-        g.advantages = self.zeroed(torch.tensor(list(self.made._logs["advantages"])[-len(total) :]).view(-1, n), equal)
+        g.advantages = torch.tensor(list(self.made._logs["advantages"])[-len(total) :]).view(-1, n)
+        if not o.keep_all:
+            g.advantages = g.advantages.masked_fill(equal[:, None], 0.0)
+        g.shared = torch.zeros_like(g.mask)
+        if o.drop_shared_tokens:
+            g.shared = reference.shared_tokens(g.ids[:, -g.columns :], g.advantages, g.mask)
         # Rollouts.
         values, has_tokens = g.advantages.clone(), g.mask.any(1).view(-1, n)
         lowest = values[has_tokens].min() - 1 if has_tokens.any() else 0
         values[~has_tokens] = lowest if o.rollout_rule == "highest" else 0
         ends = (number(given, n) for given in (o.rollouts_start, o.rollouts_end))
         each = math.floor(blend(o.schedule_shape, self.progress(), *ends) + Fraction(1, 2))
-        assert_rollouts(o, rows, values, min(-(-each * len(values) // steps) * steps, len(total)))
+        groups = groups_of_mass(total.view(-1, n), o.group_variance_mass, steps)
+        assert {row // n for row in rows} <= set(groups), "a rollout of a group that is left out"
+        among = [groups.index(row // n) * n + row % n for row in rows]
+        most = len(groups) * n // steps * steps
+        assert_rollouts(o, among, values[groups], min(-(-each * len(groups) // steps) * steps, most))
         kept = torch.zeros(len(total), dtype=torch.bool).index_fill(0, torch.tensor(rows), True)
-        if self.renews(all_kept=len(rows) == len(total)):
+        if o.advantages_from == "kept":  # normalised over what is kept of each group
             scale = "none" if separately or o.scale_rewards == "batch" else o.scale_rewards
-            g.advantages = self.renewed(g.advantages.masked_fill(~kept.view(-1, n), math.nan), scale, equal)
+            of_kept = g.advantages.masked_fill(~kept.view(-1, n), math.nan)
+            g.advantages = reference.group_advantages(of_kept, scale=scale).masked_fill(equal[:, None], 0.0)
         g.advantages = g.advantages.flatten()
         found = batch["advantages"]
         assert found.double().allclose(g.advantages[rows].double(), rtol=1e-4, atol=1e-5), "advantages"
@@ -230,22 +258,25 @@ class Oracle(TrainerCallback):
         assert batch["num_items_in_batch"] == g.items, "num_items_in_batch"
         g.slots = torch.tensor(rows)[order].view(steps, -1).tolist()
         widths = [g.prompt, g.columns]
-        if len(rows) < len(total):
+        if len(rows) < len(total) or o.group_variance_mass:
             widths = [int(part[rows].sum(1).max()) for part in g.attend.split(widths, dim=1)]
         unit = o.pad_to_multiple_of or 1
         g.width = sum(max(-(-width // unit) * unit, least) for width, least in zip(widths, (1, 2), strict=True))
         for name, value in {
             "rollouts_kept": len(rows), "rollout_share": kept.float().mean(), "rollout_share_asked": each / n,
-            "groups_without_spread": equal.float().mean(), "tokens_not_forwarded": g.mask.sum() - g.items,
+            "groups_without_spread": equal.float().mean(),
+            "groups_kept": kept.view(-1, n).any(1).float().mean(), "tokens_not_forwarded": g.mask.sum() - g.items,
         }.items():  # fmt: skip
             self.add(f"d3s/{name}", value)
+        if o.drop_shared_tokens:
+            self.add("d3s/shared_share", (g.left & g.shared).sum() / g.items)
         self.add("reward", total.nanmean())
         self.before_the_update(g, batch, rows)
 
     def before_the_update(self, g: Generation, batch: dict[str, Any], rows: list[int]) -> None:
         """Scores, off-policy tokens and, if they are chosen now, the kept tokens."""
         o, (g.logp, g.entropy) = self.o, self.scores(g, slice(None))
-        g.fields = {"old_per_token_logps": g.logp} if o.scores_old else {}
+        g.fields = {}
         if self.reference:
             g.fields["ref_per_token_logps"] = self.scores(g, slice(None), self.reference)[0]
         if g.q is not None:
@@ -260,42 +291,31 @@ class Oracle(TrainerCallback):
             g.trusted, g.weight = exact > 0, exact.double()
             if not all((weight > 0).equal(g.trusted) for weight in near):
                 raise Unsure
-        not_zeroed = g.left
         if o.corrects:  # TRL's ratios, once the log-probabilities that they are of have been compared
             old, ratio = (batch[name] for name in ("old_per_token_logps", "importance_sampling_ratio"))
             assert ((g.wide(rows, old) - g.logp)[g.left].abs() < 1e-4).all(), "old log-probabilities"
-            g.fields["importance_sampling_ratio"] = (
-                g.wide(rows, ratio.expand_as(old)).double().masked_fill(~g.left, 1.0)
-            )
-            not_zeroed = g.fields["importance_sampling_ratio"] != 0
-        if o.corrects or o.off_policy_rule != "none":
-            self.add("d3s/off_policy_share", 1 - self.not_left_out(g, not_zeroed).sum() / g.items)
+            ratio = g.wide(rows, ratio.expand_as(old)).double()
+            g.fields["importance_sampling_ratio"] = ratio.masked_fill(~g.left, 1.0)
+        g.has_weight = g.trusted & (g.fields.get("importance_sampling_ratio", torch.ones(())) != 0)
+        g.trusted = (g.has_weight if o.independent else g.trusted) & ~g.shared
+        g.cut_weight, g.before_cut = torch.ones_like(g.logp), g.left
+        if o.cuts:
+            generator = torch.Generator().manual_seed(o.seed + 1_000_003 * self.made.state.global_step)
+            draws = torch.rand(len(g.mask), dtype=torch.float64, generator=generator)
+            tokens = g.left if o.off_policy_rule == "none" else g.trusted
+            share = self.ratio() if o.token_rule == "prefix" else 0.5
+            g.before_cut, g.cut_weight, _ = reference.random_prefixes(tokens, share, draws=draws)
+        g.allowed, g.ratio = g.trusted & g.before_cut, self.ratio()
+        g.old = g.logp
+        if o.skips and not o.corrects and o.off_policy_rule == "none":  # else the pass is before the cuts
+            any_pass = o.scores_old or (o.before and o.token_rule != "prefix")
+            g.old = g.logp.masked_fill(~g.before_cut, 0.0) * any_pass
+        if o.scores_old:
+            g.fields["old_per_token_logps"] = g.old
         if o.before:
-            g.trusted = g.trusted & not_zeroed if o.cut else g.trusted
-            g.kept, g.ratio = g.wide(rows, batch["d3s_kept"]), self.ratio()
-            score = self.score(g.advantages, g.entropy)
-            threshold = assert_tokens(o, g.kept[rows], score[rows], g.trusted[rows], g.ratio)
+            g.kept, score = g.wide(rows, batch["d3s_kept"]), self.score(g.advantages, g.entropy)
+            threshold = assert_tokens(o, g.kept[rows], score[rows], g.allowed[rows], g.ratio)
             g.threshold = g.logp.new_zeros(len(g.mask)).index_put((torch.tensor(rows),), threshold.double())
-
-    # What the pages say of points at which versions have differed.
-
-    def zeroed(self, advantages: Tensor, equal: Tensor) -> Tensor:
-        return advantages if self.o.keep_all else advantages.masked_fill(equal[:, None], 0.0)
-
-    def renews(self, all_kept: bool) -> bool:
-        return self.o.advantages_from == "kept"
-
-    def renewed(self, kept: Tensor, scale: str, equal: Tensor) -> Tensor:
-        """Normalised over what is kept of each group."""
-        return reference.group_advantages(kept, scale=scale).masked_fill(equal[:, None], 0.0)
-
-    def not_left_out(self, g: Generation, not_zeroed: Tensor) -> Tensor:
-        return g.trusted & not_zeroed
-
-    def asked(self, g: Generation) -> float:
-        return g.ratio if self.o.before else self.ratio()
-
-    # The update.
 
     def trains(self, batch: dict[str, Any], kept: Tensor, positions: int) -> None:
         """Notes a micro-batch: its rows, the tokens that get a gradient, and the number of positions forwarded."""
@@ -340,8 +360,9 @@ class Oracle(TrainerCallback):
             if o.order_rows != "none":
                 positions, tokens = [part[3] for part in own], g.attend[rows].sum(1)
                 needed = tokens
-                if o.cut:  # nothing behind a row's last kept token is needed
-                    last = (g.kept[rows] * torch.arange(1, g.columns + 1)).amax(1)
+                if o.skips:  # nothing behind a row's last kept token, or its cut, is needed
+                    needed = (g.kept if o.before else g.before_cut)[rows]
+                    last = (needed * torch.arange(1, g.columns + 1)).amax(1)
                     needed = (last > 0) * (last + g.attend[rows, : g.prompt].sum(1))
                 self.add("d3s/padding", 1 - needed.sum() / sum(positions))
                 self.add("d3s/padding_before", 1 - tokens.sum() / (g.width * len(rows)))
@@ -356,15 +377,18 @@ class Oracle(TrainerCallback):
             threshold = g.threshold[rows] if o.token_scope == "sequence" else g.threshold[rows[:1]]
         else:
             score = self.score(advantages, entropy.detach())
-            threshold = assert_tokens(o, kept, score, mask, self.ratio())
+            threshold = assert_tokens(o, kept, score, g.allowed[rows], self.ratio())
         measured = mask
-        if o.cut:  # the other tokens have the scores of earlier passes
-            logp, entropy = (torch.where(kept, *both) for both in ((logp, g.logp[rows]), (entropy, g.entropy[rows])))
+        if o.skips:  # the other tokens have the scores of earlier passes
+            needed = kept if o.before else g.before_cut[rows]
+            logp, entropy = (torch.where(needed, *both) for both in ((logp, g.old[rows]), (entropy, g.entropy[rows])))
+            earlier = g.before_cut[rows] & (o.before and o.token_rule != "prefix")
             if not o.scores_old and o.token_rule not in OF_ENTROPIES:  # of which some were skipped
-                measured = mask & (kept | (advantages != 0)[:, None])
+                earlier = earlier & (advantages != 0)[:, None]
+            measured = mask & (needed | earlier)
         fields = {name: value[rows] for name, value in g.fields.items()}
         fields |= {"completion_mask": mask.long(), "advantages": advantages.double(), "num_items_in_batch": g.items}
-        of_espo = g.entropy[rows] if o.before else entropy.detach()
+        of_espo = g.entropy[rows] if o.before and (o.scores_old or not o.cuts) else entropy.detach()
         share = len(rows) / len(g.slots[0]) if o.loss_type in ROW_MEANS else 1.0
 
         def of_trl(shift: float) -> tuple[list[Tensor], Tensor, dict[str, list[float]]]:
@@ -379,14 +403,17 @@ class Oracle(TrainerCallback):
                 jumps = (near[0] - slopes[0])[mask].abs() > 1e-2 * slopes[0].abs().max()
                 if jumps.any() or any(abs(of_near[name][0] - metrics[name][0]) > 1e-2 for name in metrics):
                     raise Unsure
-        weights = self.factor(kept, trusted, g) * g.weight[rows], 1.0
+        weights = self.factor(kept, trusted, g) * g.weight[rows] * g.cut_weight[rows], g.cut_weight[rows]
         if o.loss_denominator == "kept":
             weights = weights[0], trusted.sum() / kept.sum().clamp(min=1)
         slopes = [torch.where(kept, slope * weight, 0.0) for slope, weight in zip(slopes, weights, strict=True)]
         torch.autograd.backward([logp, entropy], slopes)
         self.floor += 1e-5 * float(sum(slope.abs().sum() for slope in slopes))
         self.metrics(metrics, kept, mask, measured, entropy.detach(), advantages)
-        self.add("d3s/token_share_asked", self.asked(g))
+        asked = g.ratio if o.before else self.ratio()
+        self.add("d3s/token_share_asked", asked / 2 if o.token_rule == "prefix_advantage_entropy" else asked)
+        if o.corrects or o.off_policy_rule != "none":
+            self.add("d3s/off_policy_share", 1 - g.has_weight[rows].sum() / mask.sum(), mask.sum())
         for lowest in threshold:
             self.add("d3s/threshold", lowest)
         return value
@@ -464,7 +491,7 @@ class Oracle(TrainerCallback):
             expected["d3s/largest_micro_batch"] = max(largest)[0]
         expected["loss"] = sum(value for value, _ in self.logged["loss"]) / self.steps
         found = {name: value for name, value in logs.items() if value is not None and not name.startswith(UNTOUCHED)}
-        if self.o.token_rule == "random":
+        if self.o.token_rule in ("random", "prefix"):  # which have no scores
             found.pop("d3s/threshold", None)
         if not self.unsure:
             assert found.keys() == expected.keys(), f"logged are {found.keys() ^ expected.keys()}, or not"

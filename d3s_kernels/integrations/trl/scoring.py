@@ -208,8 +208,9 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
 
     @property
     def _entropies_before_update(self) -> bool:
-        """Returns whether tokens are chosen before the update by entropies."""
-        return self._tokens_before_update and self.args.token_rule != "prefix"
+        """Returns whether the update needs the entropies of an earlier pass: to choose tokens before, or for ESPO."""
+        of_espo = self.args.importance_sampling_level == "entropy_group"
+        return self._tokens_before_update and (self.args.token_rule != "prefix" or of_espo)
 
     def _pass_names(self) -> list[str]:
         """Returns the names of the passes without gradient that TRL makes over a generation batch. TRL has the same

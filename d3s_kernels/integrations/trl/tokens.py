@@ -68,8 +68,9 @@ class ChoosesTokens(Scoring):
             batch[UNMEASURED] = mask & ~batch[PREFIX]
         # The entropy pass skips only rollouts whose tokens have scores that do not depend on entropies. These tokens
         # still count as valid tokens.
-        candidates = self._prefixes(batch, trusted.mask) if PREFIX in batch else trusted
-        chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], candidates)
+        candidates = self._prefixes(batch, left.mask) if PREFIX in batch else left
+        entropy = batch.get("d3s_entropy", torch.zeros(mask.shape, device=mask.device))  # "prefix" reads none
+        chosen = self._choose_tokens(entropy, batch["advantages"], candidates)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         weight = left.weight if chosen.weight is None else left.weight * chosen.weight
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, weight
@@ -91,12 +92,12 @@ class ChoosesTokens(Scoring):
     def _entropy_pass(self, batch: Batch) -> Batch:
         """Makes an extra pass for the entropies. Returns the batch fields that it fills: entropies, log-probabilities,
         and a mask of the tokens whose entropies were not computed, because they are not needed. These are the tokens
-        after a cut; all tokens if sequences are only cut; and the tokens of a row with advantage 0, except if tokens
-        are ranked by entropy alone. Their values are 0.
+        after a cut; all tokens if sequences are only cut, which takes no pass; and the tokens of a row with advantage
+        0, except if tokens are ranked by entropy alone. Their values are 0.
         """
         mask = loss_mask(batch).bool()
         if self.args.token_rule == "prefix":
-            return {"d3s_entropy": torch.zeros(mask.shape, device=mask.device), UNMEASURED: mask}
+            return {UNMEASURED: mask}
         needed = batch.get(PREFIX, mask)
         useful = needed.any(dim=1)
         if self.args.token_rule not in ("entropy", "entropy_quantile"):
@@ -180,13 +181,13 @@ class ChoosesTokens(Scoring):
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
         assert entropy is not None  # TRL's loss always asks for the entropies
         constant = entropy.detach()
-        left = inputs.get("d3s_trusted", mask)
         if kept is None:
-            trusted = weighted(inputs, mask) if self._tokens_are_independent(inputs) else mask
-            left = without_shared(inputs, trusted)
+            inputs["d3s_trusted"] = weighted(inputs, mask) if self._tokens_are_independent(inputs) else mask
+        left = without_shared(inputs, inputs["d3s_trusted"])
+        if kept is None:
             candidates = self._prefixes(inputs, left) if PREFIX in inputs else left
             chosen = self._choose_tokens(constant, inputs["advantages"], candidates)
-            kept, threshold, inputs["d3s_trusted"] = chosen.mask, chosen.threshold, trusted
+            kept, threshold = chosen.mask, chosen.threshold
             weight = 1 if chosen.weight is None else chosen.weight
         head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs, threshold, measured)
