@@ -242,7 +242,8 @@ class ChoosesTokens(Scoring):
         logprob, entropy, aux = needed_alone.scores()
         assert entropy is not None
         # With these values, the ratio of a dropped token is 1. No pass has computed them if sequences are only cut.
-        old = inputs.get(OLD, inputs.get(LOGPROB, torch.zeros(kept.shape, device=kept.device)))
+        nothing = torch.zeros(kept.shape, device=kept.device)
+        old = inputs[OLD] if OLD in inputs else inputs.get(LOGPROB, nothing)
 
         def of_all_tokens(scored: Tensor, earlier: Tensor) -> Tensor:
             earlier = torch.where(kept, 0.0, earlier).to(scored.dtype)
@@ -250,7 +251,7 @@ class ChoosesTokens(Scoring):
 
         return (
             of_all_tokens(logprob, old),
-            of_all_tokens(entropy, inputs.get("d3s_entropy", torch.zeros_like(old))),
+            of_all_tokens(entropy, inputs.get("d3s_entropy", nothing)),
             aux,
         )
 
