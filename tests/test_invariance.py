@@ -58,15 +58,15 @@ def selection_call() -> Callable[[], Results]:
     return lambda: (
         topk_mask(scores, 0.1, mask=mask),
         topk_mask(scores, 0.1, **ragged),
-        *select_tokens(scores, each, 0.2, **ragged),
-        *select_tokens(scores, each, 0.2, scope="sequence", **ragged),
+        *select_tokens(scores, each, 0.2, **ragged)[:4],
+        *select_tokens(scores, each, 0.2, scope="sequence", **ragged)[:4],
         *compact(mask, 300_000),
     )
 
 
 def logits_selection_call() -> Callable[[], Results]:
     logits, each, mask = random_logits(4, 30, 9000), torch.randn(4), torch.rand(4, 30) < 0.9
-    return lambda: tuple(select_tokens_from_logits(logits, each, 0.2, mask=mask))
+    return lambda: select_tokens_from_logits(logits, each, 0.2, mask=mask)[:4]
 
 
 def rollout_call() -> Callable[[], Results]:
@@ -163,7 +163,7 @@ def test_strided_logits(layout: str, dtype: torch.dtype) -> None:
     assert_same(strided, with_gradient(logits.contiguous(), labels, cotangents, **options))
     each = torch.randn(rows)
     some, others = (select_tokens_from_logits(z, each, 0.2, mask=mask) for z in (logits, logits.contiguous()))
-    assert_same(tuple(some), tuple(others))
+    assert_same(some[:4], others[:4])  # a selection without cuts has no weights
 
 
 def test_strided_rows() -> None:
