@@ -115,7 +115,8 @@ class RunWithBudget:
         """Returns a random number for each of this process's rollouts in ``own``. The numbers depend on the run's seed,
         the step, and the place of the rollout among those of all processes, which have as many rollouts.
         """
-        generator = torch.Generator().manual_seed(self.args.seed + 1_000_003 * self.state.global_step)
+        # Not the seed of _draws_of_step: a rollout that is kept at random would have a cut that is less so.
+        generator = torch.Generator().manual_seed(self.args.seed + 1_000_003 * self.state.global_step + 499_979)
         draws = torch.rand(self.accelerator.num_processes, len(own), dtype=torch.float64, generator=generator)
         return draws[self.accelerator.process_index].to(own.device)
 

@@ -151,7 +151,8 @@ def test_prefixes_have_the_weights_of_their_cuts(folder: Path, options: dict[str
             kept[:] = [place for place, one in enumerate(samples) if any(one is left for left in remaining)]
 
         def cut(result: None, samples: Any, parts: list[Any]) -> None:
-            generator = torch.Generator().manual_seed(trainer.args.seed + 1_000_003 * trainer.state.global_step)
+            seed = trainer.args.seed + 1_000_003 * trainer.state.global_step + 499_979
+            generator = torch.Generator().manual_seed(seed)
             draws = iter(torch.rand(GROUP * STEPS, dtype=torch.float64, generator=generator)[kept].tolist())
             before = total = 0
             for part in parts:

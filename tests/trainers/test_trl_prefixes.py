@@ -46,7 +46,9 @@ def least(length: int, ratio: Fraction) -> int:
 
 def cuts_of(lengths: list[int], ratio: Fraction = HALF) -> list[int]:
     """Where the rollouts of the first generation batch are cut."""
-    draws = torch.rand(len(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(42)).tolist()
+    draws = torch.rand(
+        len(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(42 + 499_979)
+    ).tolist()
     return [least(n, ratio) + int(u * (n - least(n, ratio) + 1)) for u, n in zip(draws, lengths, strict=True)]
 
 

@@ -300,7 +300,7 @@ class Oracle(TrainerCallback):
         g.trusted = (g.has_weight if o.independent else g.trusted) & ~g.shared
         g.cut_weight, g.before_cut = torch.ones_like(g.logp), g.left
         if o.cuts:
-            generator = torch.Generator().manual_seed(o.seed + 1_000_003 * self.made.state.global_step)
+            generator = torch.Generator().manual_seed(o.seed + 1_000_003 * self.made.state.global_step + 499_979)
             draws = torch.rand(len(g.mask), dtype=torch.float64, generator=generator)
             tokens = g.left if o.off_policy_rule == "none" else g.trusted
             share = self.ratio() if o.token_rule == "prefix" else 0.5
