@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ._arguments import checked_mask, require_optional_tensors, require_readable, require_tensors
 from ._segments.segments import segments_of
@@ -74,8 +73,7 @@ def shared_tokens(
     sequences = segments_of(token_ids, offsets)
     mates = _mates(advantages, groups, sequences.number)
 
-    counted = pad(present.cumsum(0), (1, 0))
-    place = counted[:-1] - counted[sequences.edges[:-1]][sequences.segment_ids]  # of a token that is present
+    place = sequences.count_before(present)  # of a token that is present
     lengths = sequences.total(present)
     most = int(lengths.max()) if offsets is not None and len(lengths) else token_ids.shape[-1]
     if most == 0 or mates.shape[1] == 0:

@@ -55,6 +55,11 @@ class Segments(NamedTuple):
         """Returns for each stretch the sum of integers or flags."""
         return pad(whole.cumsum(0), (1, 0))[self.edges].diff()
 
+    def count_before(self, flags: Tensor) -> Tensor:
+        """Returns for each value how many values before it in its stretch are flagged."""
+        counted = pad(flags.cumsum(0), (1, 0))
+        return counted[:-1] - counted[self.edges[:-1]][self.segment_ids]
+
     def scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Computes an inclusive scan over each stretch: combines each of the values ``[..., n]`` with all earlier
         values of its stretch.

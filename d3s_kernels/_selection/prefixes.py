@@ -79,10 +79,7 @@ def cut_at(
     ratio, total = share, total.double()
     least = ((2 * ratio - 1) * total).ceil().clamp(min=1)
     cut = (least + (draws * (total - least + 1)).floor()).minimum(total)  # a product may be rounded up to total + 1
-    # The number of tokens of the sequence up to and with each token.
-    place = flat.cumsum(0)
-    earlier = torch.cat([place.new_zeros(1), place])[segments.edges[:-1]]
-    place = place - earlier[segments.segment_ids] + segments.spread(before)
+    place = segments.count_before(flat) + segments.spread(before) + 1  # of a token in its sequence, from 1 on
     least, cut, total = (segments.spread(each) for each in (least, cut, total))
     kept = flat & (place <= cut)  # false if the ratio is NaN
     weight = torch.where(kept, (total - least + 1) / (total - torch.maximum(place.double(), least) + 1), 0.0)
