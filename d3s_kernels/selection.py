@@ -25,6 +25,7 @@ from ._arguments import (
 from ._groups import ranks_of
 from ._selection.groups import in_groups as in_groups
 from ._selection.groups import labels_of
+from ._selection.rules import PREFIX_RULES
 from ._selection.variance import by_variance, checked_rewards, variances
 from .prefixes import Prefixes, random_prefixes
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
@@ -361,7 +362,7 @@ class Selection:
     @property
     def cuts(self) -> bool:
         """Whether ``token_rule`` cuts sequences at random: then call :meth:`prefixes` before the forward."""
-        return self.options.token_rule in ("prefix", "prefix_advantage_entropy")
+        return self.options.token_rule in PREFIX_RULES
 
     def prefixes(
         self,

@@ -379,7 +379,7 @@ def _require(config: Any, options: D3SOptions) -> None:
     of_groups, or_kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
     correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
-    cuts = options.token_rule.startswith("prefix")
+    cuts = Selection(options).cuts
     bypass, weighs_by = correction.get("bypass_mode", False), correction.get("rollout_is")
     reads_log_probs = rule != "none" and not config.actor_rollout_ref.rollout.calculate_log_probs
     has_gradient = options.loss_denominator == "all" and not cuts and loss in _NOT_SILENT_AT_ADVANTAGE_0
