@@ -207,7 +207,7 @@ def select_tokens(
         tensor([[False,  True, False],
                 [ True, False, False]])
     """
-    if rule in PREFIX_RULES:
+    if isinstance(rule, str) and rule in PREFIX_RULES:
         if not isinstance(mask, Prefixes):
             require_tensors(entropy=entropy)
             if entropy.dim() == 0:
