@@ -9,6 +9,7 @@ from .harness import Contest
 from .recorded import LIMIT_6092
 from .sizes import Sizes, rollouts
 from .targets import (
+    ALL_TOKENS,
     DEEP_MODEL,
     GRPO,
     GRPO_CUT,
@@ -43,12 +44,12 @@ def size(sizes: Sizes) -> str:
 @pytest.mark.parametrize(("number", "lengths"), [(2, RECORDED), (4, RECORDED), (8, RECORDED), (8, TRL_6092)])
 def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str) -> None:
     """An update as TRL's users run it. On a CPU, where it is slow, all but ours are timed once for both contests."""
-    from .trl_step import OURS_ALL, OURS_PADDED, OURS_ROLLOUTS, SHAPES, Step, shape_and_sizes
+    from .trl_step import OURS_PADDED, OURS_ROLLOUTS, SHAPES, Step, shape_and_sizes
 
     model, sizes = shape_and_sizes(number, sizes)
     scale = f", lengths / {LIMIT_6092 // sizes.completion}" if lengths == TRL_6092 else ""
     theirs, cut, padded = (Slow(Step(name, sizes, model, lengths)) for name in (GRPO, GRPO_CUT, OURS_PADDED))
-    for dropped, name in ((NOTHING, OURS_ALL), (HALF, OURS_ROLLOUTS)):
+    for dropped, name in ((NOTHING, ALL_TOKENS), (HALF, OURS_ROLLOUTS)):
         contest(
             in_micro_batches(number, dropped, lengths, "0.5B" if inputs.contests_of == "cuda" else DEEP_MODEL),
             rollouts(sizes, SHAPES[model].vocabulary or sizes.vocabulary) + scale,
@@ -60,14 +61,14 @@ def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str
 
 def test_prefixes(contest: Contest, sizes: Sizes) -> None:
     """NAT at half of the tokens, in eight micro-batches of equal work, beside all tokens."""
-    from .trl_step import OURS_ALL, OURS_PREFIXES, SHAPES, Step, shape_and_sizes
+    from .trl_step import OURS_PREFIXES, SHAPES, Step, shape_and_sizes
 
     model, sizes = shape_and_sizes(8, sizes)
     contest(
         in_micro_batches(8, PREFIXES, RECORDED, "0.5B" if inputs.contests_of == "cuda" else DEEP_MODEL),
         rollouts(sizes, SHAPES[model].vocabulary or sizes.vocabulary),
         Step(OURS_PREFIXES, sizes, model, RECORDED),
-        yardsticks={OURS_ALL: Step(OURS_ALL, sizes, model, RECORDED)},
+        yardsticks={ALL_TOKENS: Step(ALL_TOKENS, sizes, model, RECORDED)},
     )
 
 

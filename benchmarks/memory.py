@@ -16,7 +16,7 @@ import torch
 
 from . import inputs
 from .sizes import FULL, SHORT, Sizes
-from .targets import GRPO, NOTHING, RECORDED, SMALL_MODEL
+from .targets import ALL_TOKENS, GRPO, RECORDED, SMALL_MODEL
 from .timing import Contenders
 from .withdrawn import FULL_COMPLETIONS
 
@@ -79,7 +79,7 @@ def micro_batches(name: str) -> Callable[[Sizes], Work]:
 CONTESTS: dict[str, dict[str, Callable[[Sizes], Work]]] = {
     FORWARD: {"d3s_kernels": ours, "TRL": trl, "PyTorch": plain},
     STEP: {"d3s_kernels": step("d3s_kernels"), GRPO: step(GRPO)},
-    MICRO_BATCHES: {"d3s_kernels": micro_batches(f"d3s_kernels, {NOTHING}"), GRPO: micro_batches(GRPO)},
+    MICRO_BATCHES: {"d3s_kernels": micro_batches(ALL_TOKENS), GRPO: micro_batches(GRPO)},
 }
 
 

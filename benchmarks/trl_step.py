@@ -51,9 +51,8 @@ from .withdrawn import FULL_COMPLETIONS
 GRPO_OUR_HEAD = "GRPOTrainer with our LM head"  # shows the head's effect alone
 OURS, OURS_PASS = "d3s_kernels", "d3s_kernels, entropy from a pass before"
 OURS_ROLLOUTS = "d3s_kernels, all tokens of half of the rollouts"  # shows the effect of rollouts alone
-OURS_ALL = ALL_TOKENS
 OURS_PREFIXES = f"{OURS}, {PREFIXES}"
-OURS_PADDED = f"{OURS_ALL}, TRL's rows and columns"  # shows the effect of our LM head alone
+OURS_PADDED = f"{ALL_TOKENS}, TRL's rows and columns"  # shows the effect of our LM head alone
 GROUP = 8  # rollouts of a prompt, as they were recorded
 PAD, EOS = 0, 1
 
@@ -296,7 +295,7 @@ def trainer_of(name: str, sizes: Sizes, shape: str, rows: int | None = None, **c
     }
     if name in (GRPO, GRPO_OUR_HEAD, GRPO_CUT):
         kind, arguments = Cut if name == GRPO_CUT else Watched, GRPOConfig(**common)
-    elif name in (OURS_ALL, OURS_PADDED):
+    elif name in (ALL_TOKENS, OURS_PADDED):
         order = "none" if name == OURS_PADDED else "auto"
         kind, arguments = WatchedD3S, D3SConfig(keep_all=True, order_rows=order, **common)
     elif name == OURS_PREFIXES:

@@ -629,7 +629,7 @@ def test_an_update_in_micro_batches_has_the_gradient_of_trls(monkeypatch: pytest
     monkeypatch.setattr(step, "model_of", step.model_of.__wrapped__)  # not kept for later
     model, sizes = step.shape_and_sizes(4, sizes_for("cpu", short=True))
     gradients, losses, did = dict[str, torch.Tensor](), dict[str, float](), dict[str, str]()
-    for name in (step.GRPO, step.GRPO_CUT, step.OURS_ALL, step.OURS_ROLLOUTS):
+    for name in (step.GRPO, step.GRPO_CUT, step.ALL_TOKENS, step.OURS_ROLLOUTS):
         made = step.Step(name, sizes, model, step.RECORDED)
         with monkeypatch.context() as patched:
             patched.setattr(made.trainer.model, "zero_grad", lambda **_: None)
@@ -641,11 +641,11 @@ def test_an_update_in_micro_batches_has_the_gradient_of_trls(monkeypatch: pytest
         assert made() == losses[name]
         assert made.trainer.model.get_input_embeddings().weight.grad is None
         did[name] = made.did
-    for name in (step.GRPO_CUT, step.OURS_ALL):
+    for name in (step.GRPO_CUT, step.ALL_TOKENS):
         torch.testing.assert_close(gradients[name], gradients[step.GRPO], rtol=1e-4, atol=1e-7)
     assert did[step.GRPO] == "4 micro-batches of 8 rows x 32 columns, 46% padding"
     assert did[step.GRPO_CUT].startswith("4 micro-batches of 8 rows x 24 to 32 columns")
-    assert did[step.OURS_ALL].endswith("; 157 of 157 tokens kept")
+    assert did[step.ALL_TOKENS].endswith("; 157 of 157 tokens kept")
     assert did[step.OURS_ROLLOUTS].endswith("; 82 of 157 tokens kept")
 
 
