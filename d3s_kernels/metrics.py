@@ -39,6 +39,14 @@ SHARED_SHARE = "d3s/shared_share"
 logged if this option is on.
 """
 
+ASYNC_NAMES = {
+    "d3s/partial_groups_total": "number of groups that were chosen from before all their rollouts had come",
+    "d3s/late_samples_total": "number of samples that came after their rollout was kept or dropped",
+    "d3s/dropped_not_finite_total": "number of rollouts that were dropped since their advantage was not finite",
+}
+"""Every metric of the window that asynchronous training chooses rollouts from, and its meaning."""
+PARTIAL_GROUPS, LATE_SAMPLES, NOT_FINITE = ASYNC_NAMES
+
 LARGEST = "d3s/largest_micro_batch"  # the log of several updates has the largest value, not the mean
 PADDING_NAMES = {
     "d3s/padding": "share of the forwarded positions that are padding",
@@ -120,6 +128,20 @@ def token_metrics(sums: Tensor, threshold: Tensor, asked: float) -> dict[str, Te
         "d3s/entropy_dropped": entropy_dropped / (measured - kept),
         "d3s/positive_advantage_share": positive / kept,
         "d3s/head_rows_not_computed": everything - kept,
+    }
+
+
+def token_weights(sums: Tensor, threshold: Tensor) -> dict[str, Tensor]:
+    """Returns, for those of :func:`token_metrics` that are means, of how many values. Micro-batches differ in these
+    numbers, so a log of several of them needs weights.
+    """
+    kept, everything, _, measured, _, _ = sums
+    return {
+        "d3s/token_share": everything,
+        "d3s/threshold": threshold.isfinite().sum(),
+        "d3s/entropy_kept": kept,
+        "d3s/entropy_dropped": measured - kept,
+        "d3s/positive_advantage_share": kept,
     }
 
 

@@ -30,6 +30,21 @@ def imply(options: Any, option: str, implied: dict[str, Any]) -> None:
         setattr(options, name, takes)
 
 
+def imply_keep_all(options: Any) -> None:
+    """Sets the options that ``keep_all`` implies. Call it before the options get their defaults.
+
+    Raises:
+        ValueError: one of them was set to another value.
+    """
+    if options.keep_all is True:
+        everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
+        others = {
+            "drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy",
+            "advantages_from": "all", "group_variance_mass": None, "drop_shared_tokens": False,
+        }  # fmt: skip
+        imply(options, "keep_all", everything | others)
+
+
 def imply_from_quantile(options: Any) -> None:
     """Sets the options that ``top_entropy_quantile`` implies. Call it before the options get their defaults.
 

@@ -6,6 +6,8 @@ clipping and KL do not change. But gradient flows only through the kept tokens, 
 the rows of these tokens.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import trl
 
 from .._versions import untested
@@ -18,4 +20,21 @@ from .config import D3SConfig
 from .scoring import UnknownTRL
 from .trainer import D3STrainer
 
-__all__ = ["D3SConfig", "D3STrainer", "UnknownTRL", "UnsupportedHead"]
+if TYPE_CHECKING:
+    from .async_config import D3SAsyncGRPOConfig
+    from .async_trainer import D3SAsyncGRPOTrainer
+
+__all__ = [
+    "D3SAsyncGRPOConfig", "D3SAsyncGRPOTrainer", "D3SConfig", "D3STrainer", "UnknownTRL", "UnsupportedHead",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the asynchronous trainer when it is first used: it is experimental in TRL, and not in every version."""
+    if name == "D3SAsyncGRPOConfig":
+        from .async_config import D3SAsyncGRPOConfig as found
+    elif name == "D3SAsyncGRPOTrainer":
+        from .async_trainer import D3SAsyncGRPOTrainer as found
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found

@@ -24,7 +24,7 @@ from ...selection_options import (
 )
 from ...trust import weighs
 from .._head_options import HeadOptions
-from .._transformers import check_token_options, imply, imply_from_quantile
+from .._transformers import check_token_options, imply_from_quantile, imply_keep_all
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they clip as PPO does; each token may have its own clip range
 # Options of transformers' generation that exclude tokens from sampling, each with the values that exclude no token.
@@ -125,13 +125,7 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
     )
 
     def __post_init__(self) -> None:
-        if self.keep_all is True:
-            everything = dict.fromkeys(("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end"), 1.0)
-            others = {
-                "drop_zeros": False, "off_policy_rule": "none", "token_rule": "advantage_entropy",
-                "advantages_from": "all", "group_variance_mass": None, "drop_shared_tokens": False,
-            }  # fmt: skip
-            imply(self, "keep_all", everything | others)
+        imply_keep_all(self)
         imply_from_quantile(self)
         super().__post_init__()
         check_options(self)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import trl.trainer.utils as trl_utils
+from accelerate import DistributedType
 from torch import Tensor
 
 from ..._dispatch import ops
@@ -142,6 +143,13 @@ class OurHead:
             lambda: None if parameter is None else _gradient_to_add_to(parameter, dtype),
             lambda: None if self.kept is None else self.kept.value(),
         )
+
+
+def updates_alone(accelerator: Any) -> bool:
+    """Returns whether the optimizer alone uses gradients, so that a backward may add to ``weight.grad`` directly. There
+    must be no gradient reducer, no sharding and no gradient scaler.
+    """
+    return accelerator.distributed_type == DistributedType.NO and accelerator.scaler is None
 
 
 def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:

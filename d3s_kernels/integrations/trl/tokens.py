@@ -4,7 +4,6 @@ micro-batch separately.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...denominators import gradient_weights, only_through
-from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums
+from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
 from ...prefixes import Prefixes
 from ...ratios import espo_terms
 from ...tokens import TokenSelection
@@ -21,6 +20,7 @@ from ...trust import TrustedTokens
 from .batch import DRAWS, PREFIX, PREFIX_WEIGHT, SETS, SHARED, UNMEASURED, Batch, loss_mask, take
 from .columns import last_columns
 from .config import D3SConfig
+from .counts import CountsTokens
 from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import OLD, RATIO, Call, Scores, Scoring
@@ -29,7 +29,7 @@ LOGPROB = "d3s_logprob"  # a batch field: the log-probabilities of the pass for 
 ASKED = "d3s_token_share_asked"  # a batch field: the budget's share of tokens when the tokens were chosen
 
 
-class ChoosesTokens(Scoring):
+class ChoosesTokens(CountsTokens, Scoring):
     """TRL's trainer, but gradient flows only through chosen tokens. TRL's loss still gets the scores of all tokens."""
 
     epsilon_low: Any  # a float, as in TRL; while TRL computes ESPO's loss, a tensor with a value for each token
@@ -39,8 +39,9 @@ class ChoosesTokens(Scoring):
     # Numbers of tokens in the latest micro-batch, over all processes: the kept ones, all, those whose loss has a weight
     # above 0, and the kept ones of these.
     _just_counted = HostNumber(torch.zeros(4))
-    _counted_in_update: tuple[int, ...] = (0, 0, 0, 0)  # the same numbers of the current update so far
-    _warned_of_weights = False
+    _wider_bounds = (
+        "those of off_policy_rule, or vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max"
+    )
     _page: PageOfBatch | None = None  # set while the trainer trains on a generation batch that gets a page
 
     @property
@@ -143,29 +144,8 @@ class ChoosesTokens(Scoring):
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
         # TRL's own code has already caused a host sync, so reading the number does not wait.
-        numbers, metrics = self._just_counted.value(), self._metrics["train"]
-        # Checkpoints contain this part of the trainer's state. A new run starts at 0.
-        counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
-        counts["num_tokens_kept"] += numbers[0]
-        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # one value, since TRL logs a list's mean
-        self._counted_in_update = tuple(map(sum, zip(self._counted_in_update, numbers, strict=True)))
-        if self.accelerator.sync_gradients:  # the update's last micro-batch
-            metrics["d3s/updates_without_tokens"].append(float(self._counted_in_update[0] == 0))
-            self._warn_of_weights(*self._counted_in_update)
-            self._counted_in_update = (0, 0, 0, 0)
+        self._count_tokens(self._just_counted.value())
         return loss
-
-    def _warn_of_weights(self, kept: int, number: int, left: int, kept_left: int) -> None:
-        """Warns once, on the main process, if off-policyness leaves an update without a policy gradient."""
-        lost = number > 0 and (left == 0 or (kept > 0 and kept_left == 0))
-        if lost and not self._warned_of_weights and self.accelerator.is_main_process:
-            self._warned_of_weights = True
-            warnings.warn(
-                f"{OFF_POLICY_SHARE}: {number - left} of {number} tokens of an update are left out as off-policy "
-                "or have the weight 0, so that it has no policy gradient. Wider bounds leave more: those of "
-                "off_policy_rule, or vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max",
-                stacklevel=2,
-            )
 
     def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
         """Returns the scores for TRL's loss. Hooks on the scores let gradient flow only through the kept tokens."""
@@ -279,9 +259,7 @@ class ChoosesTokens(Scoring):
         number, number_all, _, number_measured, entropy_kept, entropy_dropped, number_left, *of_weights = totals
         rows = number.new_tensor(len(kept))
         of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
-        weights = {
-            "d3s/token_share": number_all, "d3s/entropy_kept": number, "d3s/positive_advantage_share": number,
-            "d3s/entropy_dropped": number_measured - number, "d3s/threshold": threshold.isfinite().sum(),
+        weights = token_weights(totals[:6], threshold) | {
             "entropy": number_measured, "kl": number_all, OFF_POLICY_SHARE: number_all,
             "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
-from accelerate import DistributedType
 from torch import Tensor
 
 from ...heads import read_head
@@ -25,7 +24,7 @@ from .._transformers import total_rewards, without_spread
 from .batch import DRAWS, SETS, SHARED, Batch, joined, keep_rollouts, loss_mask, take
 from .columns import trimmed
 from .config import D3SConfig
-from .head import OurHead, OverSets, check_head, d3s_head
+from .head import OurHead, OverSets, check_head, d3s_head, updates_alone
 from .page import PageOfBatch
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
 from .scoring import OLD, Call, Passes, Scores, UnknownTRL
@@ -115,7 +114,7 @@ class D3STrainer(DividesRows):
                 return
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._last_page, self._counted_in_update = None, (0, 0, 0, 0)  # a new run starts new pages and a new update
+        self._last_page = None  # a new run starts new pages
         return super().train(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
@@ -153,10 +152,7 @@ class D3STrainer(DividesRows):
         model_head = read_head(self.accelerator.unwrap_model(module))  # in each call, since an adapter may be new
         method = super()._get_per_token_logps_and_entropies
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep, more, options), self._loss_inputs
-        # The backward may add to ``weight.grad`` directly only if the optimizer alone uses the gradient. There must be
-        # no gradient reducer, no sharding and no gradient scaler.
-        alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
-        adds = inputs is not None and alone
+        adds = inputs is not None and updates_alone(self.accelerator)
         head = OurHead(model_head, adds_to_gradients=adds, logits_dtype=self.args.logits_dtype)
         with d3s_head(head):
             if inputs is not None:
