@@ -40,12 +40,13 @@ logged if this option is on.
 """
 
 ASYNC_NAMES = {
+    "d3s/reward": "mean reward of all rollouts that were chosen from, kept or dropped",
     "d3s/partial_groups_total": "number of groups that were chosen from before all their rollouts had come",
     "d3s/late_samples_total": "number of samples that came after their rollout was kept or dropped",
     "d3s/dropped_not_finite_total": "number of rollouts that were dropped since their advantage was not finite",
 }
 """Every metric of the window that asynchronous training chooses rollouts from, and its meaning."""
-PARTIAL_GROUPS, LATE_SAMPLES, NOT_FINITE = ASYNC_NAMES
+REWARD, PARTIAL_GROUPS, LATE_SAMPLES, NOT_FINITE = ASYNC_NAMES
 
 LARGEST = "d3s/largest_micro_batch"  # the log of several updates has the largest value, not the mean
 PADDING_NAMES = {

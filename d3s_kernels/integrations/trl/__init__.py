@@ -6,6 +6,7 @@ clipping and KL do not change. But gradient flows only through the kept tokens, 
 the rows of these tokens.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import trl
@@ -31,10 +32,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports the asynchronous trainer when it is first used: it is experimental in TRL, and not in every version."""
-    if name == "D3SAsyncGRPOConfig":
-        from .async_config import D3SAsyncGRPOConfig as found
-    elif name == "D3SAsyncGRPOTrainer":
-        from .async_trainer import D3SAsyncGRPOTrainer as found
-    else:
+    modules = {"D3SAsyncGRPOConfig": "async_config", "D3SAsyncGRPOTrainer": "async_trainer"}
+    if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+    return getattr(import_module(f".{modules[name]}", __name__), name)

@@ -1,5 +1,4 @@
 """TRL's ``AsyncGRPOConfig`` with the options of D3S."""
-# ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations
 
@@ -7,8 +6,6 @@ from dataclasses import dataclass
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ...schedule import DownSamplingSchedule
-from ...selection import Selection
 from ...selection_options import FLAG, SelectionOptions, Takes, check_options, option, rollouts_of, whole
 from .._head_options import HeadOptions
 from .._transformers import check_token_options, imply_keep_all
@@ -18,8 +15,7 @@ _GROUPS = Takes(lambda value: value is None or whole(1).fits(value), f"{whole(1)
 
 @dataclass
 class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # type: ignore[misc]  # TRL has no types
-    """``AsyncGRPOConfig`` with the options of D3S (arXiv 2509.22115). ``docs/async.md`` explains what happens to a
-    sample.
+    """``AsyncGRPOConfig`` with the options of D3S (arXiv 2509.22115). ``docs/async.md`` explains them.
 
     Raises:
         ValueError: an option has a bad value; the rule "entropy_quantile" is used with several processes; a window is
@@ -27,9 +23,9 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SAsyncGRPOConfig
-        >>> config = D3SAsyncGRPOConfig("out", num_generations=8, rollouts_end=6, use_cpu=True, bf16=False)
-        >>> config.schedule().end, config.groups_of_window()
-        (Budget(rollouts=6, token_ratio=0.2), 1)
+        >>> config = D3SAsyncGRPOConfig("out", num_generations=8, per_device_train_batch_size=32, token_budget=4096)
+        >>> config.groups_of_window()
+        4
     """
 
     keep_all: bool = option(
@@ -47,14 +43,14 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
         super().__post_init__()
         check_options(self)
         check_token_options(self)
-        most = self.samples_of_step() * (self.max_staleness + 1) * self.weight_sync_steps
         kept = max(rollouts_of(end, self.num_generations) for end in (self.rollouts_start, self.rollouts_end))
+        most = self.samples_of_step() * (self.max_staleness + 1) * self.weight_sync_steps // kept
         fixed_number = self.token_budget is not None and self.token_budget <= 0  # of samples in a micro-batch
-        if self.window_groups is not None and fixed_number and self.window_groups * kept > most:
+        if fixed_number and self.window_groups is not None and self.window_groups > max(1, most):
             raise ValueError(
-                f"window_groups: got {self.window_groups}, of which up to {self.window_groups * kept} rollouts are "
-                f"kept; takes at most {max(1, most // kept)}: a step trains on {self.samples_of_step()} samples, and "
-                f"later ones would be older than max_staleness, {self.max_staleness}"
+                f"window_groups: got {self.window_groups}; takes at most {max(1, most)}: up to {kept} rollouts of a "
+                f"group are kept, and a step trains on {self.samples_of_step()}, so that later ones would be older "
+                f"than max_staleness, {self.max_staleness}"
             )
 
     def samples_of_step(self) -> int:
@@ -64,7 +60,3 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
     def groups_of_window(self) -> int:
         """Returns the number of groups that rollouts are chosen from at a time."""
         return self.window_groups or -(-self.samples_of_step() // self.num_generations)
-
-    def schedule(self) -> DownSamplingSchedule:
-        """Returns the schedule of the trainer's budget, with rollouts as counts, not as shares."""
-        return Selection(self).schedule(self.num_generations)

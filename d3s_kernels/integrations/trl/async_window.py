@@ -1,20 +1,19 @@
 """The window between the worker's queue and TRL's batcher, from which rollouts are chosen.
 
-A worker puts samples into a queue. A sample is what TRL trains on as one sequence. A conversation of several turns is
-one rollout; it becomes several samples if its tokens cannot be one sequence. This module collects samples until they
-make whole groups, lets the trainer choose the rollouts, and hands on the samples of the kept ones.
+A worker puts samples into a queue. A sample is what TRL trains on as one sequence. A rollout is a conversation; it has
+several samples if the tokens of its turns do not make one sequence.
 """
 
 from __future__ import annotations
 
+import copy
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ...metrics import LATE_SAMPLES
 
@@ -22,36 +21,24 @@ STALE = "sample/dropped_stale_total"  # TRL's counter of the samples that its ow
 
 
 class Rollout:
-    """One conversation, with its samples in the order in which they came."""
+    """One conversation. ``kept`` and ``advantage`` are set by the choice."""
 
-    def __init__(self, sample: Any, place: int) -> None:
+    def __init__(self, sample: Any) -> None:
         self.group: Hashable = sample.group_id
-        self.samples, self.places = [sample], [place]
-        self.kept = False  # this and the next two are set by the choice
-        self.advantage = float(sample.advantage)
-        self.unshared: list[Tensor] | None = None  # for each sample, its tokens that may be chosen; None: all
+        self.samples: dict[int, Any] = {}  # each by its place among all samples that came
+        self.first = sample
+        self.kept, self.advantage = False, float(sample.advantage)
 
     def has_part(self, sample: Any) -> bool:
         """Returns whether ``sample`` is of this conversation too. Only a conversation of several messages has several
-        samples. They have the same messages and differ in their tokens; equal tokens are of an equal conversation.
+        samples: they have its messages, and differ in their tokens. With equal tokens, a sample is of another one.
         """
-        first = self.samples[0]
         return (
             len(sample.completion) > 1
-            and sample.completion == first.completion
-            and sample.prompt == first.prompt
-            and not any(np.array_equal(sample.input_ids, own.input_ids) for own in self.samples)
+            and sample.completion == self.first.completion
+            and sample.prompt == self.first.prompt
+            and not any(np.array_equal(sample.input_ids, own.input_ids) for own in self.samples.values())
         )
-
-    def add(self, sample: Any, place: int) -> None:
-        self.samples.append(sample)
-        self.places.append(place)
-
-    def remove_samples(self, are_unwanted: Callable[[Any], bool]) -> bool:
-        """Removes samples, and returns whether any is left."""
-        left = [pair for pair in zip(self.samples, self.places, strict=True) if not are_unwanted(pair[0])]
-        self.samples, self.places = [sample for sample, _ in left], [place for _, place in left]
-        return bool(left)
 
 
 class RolloutWindow:
@@ -59,93 +46,83 @@ class RolloutWindow:
     came.
 
     Rollouts are chosen as soon as ``groups`` groups are whole. A group that is not whole then waits for the next
-    choice, and takes part in it whether it is whole or not. Two things end a window early, so that nothing waits for
-    ever: four times as many rollouts as a window has, and no sample for ``patience`` seconds. A sample that comes after
-    its rollout was chosen or dropped shares the fate of its rollout.
+    choice, and no longer. Two things end a window early, so that nothing waits for ever: four times as many rollouts as
+    a window has, and no sample for ``patience`` seconds. A sample that comes after its rollout was chosen or dropped
+    shares the fate of its rollout; a rollout that comes after its group waits for the next choice.
 
     Args:
-        samples: the worker's queue.
-        groups: the number of groups of a window.
-        group_size: the number of rollouts of a group.
-        patience: in seconds.
-        is_stale: TRL's rule: whether a sample is too old.
-        choose: sets ``kept`` of each rollout that it gets.
-        prepared: returns the samples of kept rollouts as they are trained on, in the order of their rollouts.
+        incoming: the worker's queue.
+        group_size: the number of rollouts of a whole group.
+        is_stale: whether a sample is too old, by TRL's rule.
+        choose: sets ``kept`` and ``advantage`` of rollouts.
+        prepared: returns a sample of a kept rollout as it is trained on.
         metrics: the trainer's metrics, by name.
     """
 
     def __init__(
         self,
-        samples: Any,
+        incoming: Any,
         groups: int,
         group_size: int,
         patience: float,
         *,
         is_stale: Callable[[Any], bool],
         choose: Callable[[list[Rollout]], None],
-        prepared: Callable[[list[Rollout]], Iterable[Any]],
+        prepared: Callable[[Rollout, Any], Any],
         metrics: dict[str, list[Any]],
     ) -> None:
-        self._samples, self._groups, self._group_size, self._patience = samples, groups, group_size, patience
+        self._incoming, self._groups, self._group_size, self._patience = incoming, groups, group_size, patience
         self._is_stale, self._choose, self._prepared, self._metrics = is_stale, choose, prepared, metrics
         self._waiting: dict[Hashable, list[Rollout]] = {}
         self._waited: set[Hashable] = set()  # the groups that were waiting at the last choice
         self._chosen: dict[Hashable, list[Rollout]] = {}  # the rollouts of the groups that were chosen from last
         self._ready: deque[Any] = deque()
-        self._arrived, self._last_arrival = 0, time.monotonic()
+        self._number, self._last_arrival = 0, time.monotonic()  # of samples that came
 
     def qsize(self) -> int:
         """Returns the number of samples that were not handed on yet."""
-        waiting = sum(len(rollout.samples) for rollouts in self._waiting.values() for rollout in rollouts)
-        return int(self._samples.qsize()) + waiting + len(self._ready)
+        waiting = [len(rollout.samples) for rollouts in self._waiting.values() for rollout in rollouts]
+        return int(self._incoming.qsize()) + sum(waiting) + len(self._ready)
 
     def get(self, timeout: float) -> Any:
-        """Returns the next sample of a kept rollout. Raises ``queue.Empty`` if there is none after ``timeout`` seconds,
-        so that TRL can check whether the worker is alive.
+        """Returns the next sample of a kept rollout. Raises ``queue.Empty`` if there is none after ``timeout`` seconds;
+        TRL then checks whether the worker is alive.
         """
         end = time.monotonic() + timeout
         while not self._ready:
-            if self._is_full():
-                self._close()
-                continue
-            now = time.monotonic()
-            patient_until = self._last_arrival + self._patience if self._waiting else end
+            until = min(end, self._last_arrival + self._patience) if self._waiting else end
             try:
-                self._add(self._samples.get(timeout=max(0.0, min(end, patient_until) - now)))
+                self._add(self._incoming.get(timeout=max(0.0, until - time.monotonic())))
             except queue.Empty:
-                if self._waiting and time.monotonic() >= patient_until:
-                    self._close(with_parts=True)
+                if self._waiting and time.monotonic() >= self._last_arrival + self._patience:
+                    self._close(everything=True)
                 elif time.monotonic() >= end:
                     raise
             else:
-                if not self._ready and time.monotonic() >= end:  # all that comes may be stale
+                if not self._ready and time.monotonic() >= end:  # perhaps all that comes is stale
                     raise queue.Empty
         return self._ready.popleft()
 
-    def _is_full(self) -> bool:
-        sizes = [len(rollouts) for rollouts in self._waiting.values()]
-        whole = sum(size >= self._group_size for size in sizes)
-        return whole >= self._groups or sum(sizes) >= 4 * self._groups * self._group_size
-
     def _add(self, sample: Any) -> None:
-        self._last_arrival = time.monotonic()
-        self._arrived += 1
+        self._last_arrival, self._number = time.monotonic(), self._number + 1
         if self._drop_if_stale(sample):
             return
-        for rollout in reversed(self._chosen.get(sample.group_id, [])):
-            if rollout.has_part(sample):
-                self._metrics[LATE_SAMPLES].append(1.0)
-                late = Rollout(sample, self._arrived)
-                late.kept, late.advantage = rollout.kept, rollout.advantage
-                rollout.add(sample, self._arrived)
-                self._ready.extend(self._prepared([late]) if late.kept else ())
-                return
-        rollouts = self._waiting.setdefault(sample.group_id, [])
-        for rollout in reversed(rollouts):
-            if rollout.has_part(sample):
-                rollout.add(sample, self._arrived)
-                return
-        rollouts.append(Rollout(sample, self._arrived))
+        sample = copy.copy(sample)
+        chosen, waiting = self._chosen.get(sample.group_id, []), self._waiting.get(sample.group_id, [])
+        rollout = next((each for each in reversed(chosen + waiting) if each.has_part(sample)), None)
+        if rollout is None:
+            rollout = Rollout(sample)
+            self._waiting.setdefault(sample.group_id, []).append(rollout)
+        rollout.samples[self._number] = sample
+        if any(rollout is each for each in chosen):
+            self._metrics[LATE_SAMPLES].append(1.0)
+            self._ready.extend([self._prepared(rollout, sample)] if rollout.kept else [])
+            return
+        sizes = [len(rollouts) for rollouts in self._waiting.values()]
+        if sum(size >= self._group_size for size in sizes) >= self._groups:
+            self._close()
+        elif sum(sizes) >= 4 * self._groups * self._group_size:
+            self._close(everything=True)
 
     def _drop_if_stale(self, sample: Any) -> bool:
         stale = self._is_stale(sample)
@@ -153,27 +130,24 @@ class RolloutWindow:
             self._metrics[STALE].append(1.0)
         return stale
 
-    def _close(self, with_parts: bool = False) -> None:
-        """Chooses from the groups that are whole, and from those that waited before. ``with_parts``: from all."""
-        whole = {label for label, rollouts in self._waiting.items() if len(rollouts) >= self._group_size}
-        labels = self._waited | whole
-        if with_parts or len(whole) < self._groups:
-            labels = set(self._waiting)
-        groups = {label: self._waiting.pop(label) for label in list(self._waiting) if label in labels}
-        self._waited = set(self._waiting)
-        rollouts = [
-            rollout
-            for rollouts in groups.values()
-            for rollout in rollouts
-            if rollout.remove_samples(self._drop_if_stale)  # the policy may be newer than when they came
+    def _close(self, everything: bool = False) -> None:
+        """Chooses from the groups that are whole or have waited before, or from all groups."""
+        labels = [
+            label
+            for label, rollouts in self._waiting.items()
+            if everything or label in self._waited or len(rollouts) >= self._group_size
         ]
+        rollouts = [rollout for label in labels for rollout in self._waiting.pop(label)]
+        self._waited = set(self._waiting)
+        for rollout in rollouts:  # the policy may have changed since a sample came
+            fresh = {place: one for place, one in rollout.samples.items() if not self._drop_if_stale(one)}
+            rollout.samples = fresh
+        rollouts = [rollout for rollout in rollouts if rollout.samples]
         if not rollouts:
             return
         self._choose(rollouts)
-        kept = [rollout for rollout in rollouts if rollout.kept]
-        places = [place for rollout in kept for place in rollout.places]
-        in_order = sorted(zip(places, self._prepared(kept), strict=True), key=lambda pair: pair[0])
-        self._ready.extend(sample for _, sample in in_order)
+        kept = {place: rollout for rollout in rollouts if rollout.kept for place in rollout.samples}
+        self._ready.extend(self._prepared(kept[place], kept[place].samples[place]) for place in sorted(kept))
         for rollout in rollouts:
             self._chosen.setdefault(rollout.group, []).append(rollout)
         while len(self._chosen) > 4 * self._groups:
