@@ -3,8 +3,8 @@
     pip install --no-build-isolation '.[trl]'
     python examples/async_trl_d3s.py         # a tiny model, made on the spot, on a CPU
 
-The policy learns to add two numbers. It is trained in this thread; another thread generates with the latest weights that
-it was sent. Elsewhere TRL's worker does that with a vLLM server: leave out `rollout_worker` and `weight_transfer`, and
+The policy learns to add two numbers. This thread trains it; another thread generates with the latest weights that it
+was sent. Elsewhere TRL's worker does that with a vLLM server: leave out `rollout_worker` and `weight_transfer`, and
 TRL's attention for prefix trees, a kernel for GPUs, stays in place. docs/async.md explains what happens to a sample.
 """
 
@@ -17,7 +17,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -39,18 +39,16 @@ GROUP = 32  # generations for each prompt
 
 
 class ThreadWorker:
-    """Generates in a thread, with transformers. It is the rollout worker that TRL takes, and its weight transfer too."""
+    """Generates in a thread, with transformers. TRL takes it as the rollout worker and as the weight transfer."""
 
-    def __init__(
-        self, folder: str, tokenizer: Any, prompts: list[dict[str, Any]], reward: Callable[..., list[float]], **sizes: int
-    ) -> None:
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(sizes.get("most_waiting", 4 * GROUP))
+    def __init__(self, folder: str, tokenizer: Any, prompts: list[dict[str, Any]]) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(4 * GROUP)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.model, self.tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
-        self.prompts, self.reward = prompts, reward
-        self.group, self.new_tokens = sizes.get("group", GROUP), sizes.get("new_tokens", 6)
-        self.generated, self.waited_s = 0, 0.0
-        self._version, self._stopped, self._error = 0, threading.Event(), None
+        self.prompts = prompts
+        self.generated, self.waited_s = 0, 0.0  # rollouts, and how long the queue was full
+        self._version, self._stopped = 0, threading.Event()
+        self._error: Exception | None = None
         self._weights = threading.Lock()  # held while the model generates, or gets new weights
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -117,18 +115,17 @@ class ThreadWorker:
         with self._weights, torch.no_grad():
             version = self._version
             output = self.model.generate(
-                prompt.expand(self.group, -1), do_sample=True, top_k=0, max_new_tokens=self.new_tokens,
+                prompt.expand(GROUP, -1), do_sample=True, top_k=0, max_new_tokens=6,
                 pad_token_id=self.tokenizer.pad_token_id, return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
         ids = output.sequences[:, prompt.shape[1] :]
         logprob = torch.stack(output.logits, dim=1).log_softmax(-1).gather(-1, ids.unsqueeze(-1))[..., 0]
-        ended = (ids == self.tokenizer.eos_token_id).cumsum(1)
-        lengths = (ended - (ids == self.tokenizer.eos_token_id).long() == 0).sum(1).tolist()
+        ends = ids == self.tokenizer.eos_token_id
+        lengths = (ends.cumsum(1) - ends.long() == 0).sum(1).tolist()  # with the first end
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        columns = {name: [value] * self.group for name, value in row.items() if name != "prompt"}
-        rewards = np.array(self.reward(completions=texts, **columns))
+        rewards = np.array(nearness(completions=texts, answer=[row["answer"]] * GROUP))
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)  # as TRL's worker computes them
-        self.generated += self.group
+        self.generated += GROUP
         before = prompt.shape[1]
         return [
             RolloutSample(
@@ -177,48 +174,58 @@ def tree_attention(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", default="async-trl-d3s")
     given = parser.parse_args()
     use_a_cpu()
+    args = D3SAsyncGRPOConfig(
+        given.out,
+        # Of 32 rollouts of a prompt, the 8 whose rewards vary most are trained on, with all of their tokens.
+        num_generations=GROUP,
+        rollouts_start=8,
+        rollouts_end=8,
+        token_ratio_start=1.0,
+        token_ratio_end=1.0,
+        window_groups=4,
+        # Tokens whose probability has changed too much since they were sampled are left out (IcePop).
+        off_policy_rule="token_mask",
+        max_staleness=3,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=1,
+        token_budget=0,  # micro-batches of 32 samples; by default as many as fit into the server's context
+        max_steps=given.steps,
+        learning_rate=1e-3,
+        logging_steps=max(1, given.steps // 5),
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        bf16=False,
+        use_cpu=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = tiny_tokenizer()
         tiny_model().save_pretrained(folder)
-        worker = ThreadWorker(folder, tokenizer, list(sums().shuffle(seed=0)), nearness)
+        worker = ThreadWorker(folder, tokenizer, list(sums().shuffle(seed=0)))
         trainer = D3SAsyncGRPOTrainer(
             model=folder,
             train_dataset=sums(),
             processing_class=tokenizer,
             rollout_worker=worker,
             weight_transfer=worker,
-            args=D3SAsyncGRPOConfig(
-                given.out,
-                # Of 32 rollouts of a prompt, the 8 whose rewards vary most are trained on, with all of their tokens.
-                num_generations=GROUP,
-                rollouts_start=8,
-                rollouts_end=8,
-                token_ratio_start=1.0,
-                token_ratio_end=1.0,
-                window_groups=4,
-                # Tokens whose probability has changed too much since they were sampled are left out (IcePop).
-                off_policy_rule="token_mask",
-                max_staleness=3,
-                per_device_train_batch_size=32,
-                gradient_accumulation_steps=1,
-                token_budget=0,  # micro-batches of 32 samples; by default as many as fit into the server's context
-                max_steps=given.steps,
-                learning_rate=1e-3,
-                logging_steps=given.steps // 4,
-                gradient_checkpointing=False,
-                report_to=[],
-                save_strategy="no",
-                bf16=False,
-                use_cpu=True,
-            ),
+            args=args,
         )
+        begin = time.perf_counter()
         trainer.train()
-    logs = [log for log in trainer.state.log_history if "reward" in log]
-    print("reward", " -> ".join(f"{log['reward']:.2f}" for log in logs))
+        seconds = time.perf_counter() - begin
+    print(f"{'step':>5} {'reward':>7} {'rollouts kept':>14} {'off-policy':>11} {'versions old':>13}")
+    for log in trainer.state.log_history:
+        if "d3s/reward" in log:
+            shares = f"{log['d3s/rollout_share']:14.0%} {log['d3s/off_policy_share']:11.1%}"
+            print(f"{log['step']:5} {log['d3s/reward']:7.3f} {shares} {log['sample/staleness_mean']:13.2f}")
+    steps, per_step = trainer.state.global_step, args.samples_of_step()
+    waited = sum(log.get("perf/rollout_wait_s", 0) * args.logging_steps for log in trainer.state.log_history)
+    print(f"generated {worker.generated} rollouts, trained on {steps * per_step} of them in {steps} steps")
+    print(f"of {seconds:.1f} s, the trainer waited {waited:.1f} s for rollouts, the generator {worker.waited_s:.1f} s")
 
 
 if __name__ == "__main__":

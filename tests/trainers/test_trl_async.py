@@ -8,10 +8,11 @@ import copy
 import importlib.util
 import math
 import queue
+import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,13 +27,17 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("TRL packs no prefix trees before 1.16", allow_module_level=True)
 
 from datasets import Dataset
-from tiny_trl import EOS, VOCABULARY, model, tokenizer
+from helpers import slow
+from processes import run_processes
+from tiny_trl import EOS, model, run_example, tokenizer
+from transformers import PrinterCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import d3s_kernels as d3s
 from d3s_kernels.integrations.trl import D3SAsyncGRPOConfig, D3SAsyncGRPOTrainer, UnknownTRL
-from d3s_kernels.integrations.trl.async_window import RolloutWindow
+from d3s_kernels.integrations.trl.async_window import Rollout, RolloutWindow
+from d3s_kernels.integrations.trl.head import OurHead
 
 GROUP = 8
 EXAMPLE = Path(__file__).parents[2] / "examples" / "async_trl_d3s.py"
@@ -99,9 +104,13 @@ def recorded(groups: int, seed: int = 0, noise: float = 0.3, **changed: Any) -> 
             old = old + noise * random.standard_normal(len(old))
             samples.append(
                 sample(
-                    group, float(advantage), tokens, metrics={"reward": float(reward)},
-                    old_log_probs=np.array([0.0] * 3 + old.tolist(), dtype=np.float32), **changed,
-                )  # fmt: skip
+                    group,
+                    float(advantage),
+                    tokens,
+                    metrics={"reward": float(reward)},
+                    old_log_probs=np.array([0.0] * 3 + old.tolist(), dtype=np.float32),
+                    **changed,
+                )
             )
     return samples
 
@@ -144,8 +153,10 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.parametrize("budget", [0, 90])
-@pytest.mark.parametrize("which", EVERYTHING)
+@pytest.mark.parametrize(
+    ("which", "budget"),
+    [("keep_all", 90), ("windows", 0), slow("keep_all", 0, shows="another batcher"), slow("windows", 90, shows="it")],
+)
 def test_with_nothing_dropped_it_is_trls_trainer(saved: str, which: str, budget: int) -> None:
     made = []
     for kind, more in ((AsyncGRPOTrainer, {}), (D3SAsyncGRPOTrainer, EVERYTHING[which])):
@@ -255,3 +266,327 @@ def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
     for own, right in zip(made.model.parameters(), expected_gradient(kept, args), strict=True):
         torch.testing.assert_close(own.grad.double(), right, atol=3e-5, rtol=1e-3)
     assert made._metrics["train"]["d3s/rollouts_kept"] == [8.0]
+
+
+def test_tokens_that_are_cut_are_not_forwarded(made: AsyncGRPOTrainer) -> None:
+    """A token's weight is 1 / P(it is before the cut), where cuts are uniform: T / (T - t + 1) for the t-th of T."""
+    samples = recorded(2, seed=5)
+    rule = {"token_rule": "prefix", "loss_denominator": "all", "token_ratio_start": 0.5, "token_ratio_end": 0.5}
+    with_options(made, samples, window_groups=2, rollouts_start=GROUP, rollouts_end=GROUP, **rule)
+    shorter = 0
+    for whole in samples:
+        one, own = made.rollout_queue.get(1.0), whole.completion_mask.sum()
+        kept = int(one.completion_mask.sum())
+        assert len(one.input_ids) == len(one.old_log_probs) == 3 + kept
+        assert one.input_ids.tolist() == whole.input_ids[: 3 + kept].tolist()
+        assert one.completion_mask.weight[3:].tolist() == pytest.approx([own / (own - t) for t in range(kept)])
+        shorter += kept < own
+    assert shorter > 4
+
+
+def test_metrics(made: AsyncGRPOTrainer) -> None:
+    samples, before = recorded(2, seed=1), made.state.stateful_callbacks.get("D3STrainer", {"num_tokens_kept": 0})
+    before = before["num_tokens_kept"]
+    for one in samples[:GROUP]:  # a group of equal rewards, whose advantages are rounding errors
+        one.metrics["reward"], one.advantage = 0.1, 1e-9
+    with_options(made, samples, window_groups=2, off_policy_rule="token_mask", off_policy_low=0.8, off_policy_high=1.2)
+    loader = made.get_train_dataloader()
+    made.compute_loss(made.model, loader.collate_fn([next(iter(loader.dataset))]))
+    logged = made._metrics["train"]
+    lengths = [int(one.completion_mask.sum()) for one in samples]
+    assert logged["d3s/groups_without_spread"] == logged["d3s/rollout_share"] == [0.5]
+    assert logged["d3s/groups_kept"] == [0.5]
+    assert logged["d3s/reward"] == [pytest.approx(sum(one.metrics["reward"] for one in samples) / 16)]
+    ((left_out, number),) = logged["d3s/off_policy_share"]
+    assert number + logged["d3s/tokens_not_forwarded"][0] == sum(lengths)
+    kept = math.ceil(0.25 * (number - left_out) - 1e-9)
+    assert logged["d3s/tokens_kept"] == [kept]
+    assert logged["d3s/num_tokens_kept"] == [before + kept]
+    assert logged["d3s/token_share"] == [(kept, number)]
+    assert made._trained_groups == {0, 1}  # no rollout of the first one is trained on
+    assert 0 < left_out < number
+
+
+def test_head_computes_kept_positions_once(made: AsyncGRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples that begin alike: positions of the common beginning are rows of the head once, and of its backward
+    if a term of one of them is kept."""
+    samples = [sample(0, advantage, [2, 7, 9, 11, 5, 6, 3 + place]) for place, advantage in enumerate(range(-4, 4))]
+    with_options(made, samples, window_groups=1, rollouts_start=GROUP, rollouts_end=GROUP, token_rule="advantage")
+    rows, op = [], OurHead.apply
+
+    def counted(self: OurHead, hidden: torch.Tensor, *more: Any, **given: Any) -> Any:
+        rows.append((self, len(hidden)))
+        return op(self, hidden, *more, **given)
+
+    monkeypatch.setattr(OurHead, "apply", counted)
+    loader = made.get_train_dataloader()
+    made.compute_loss(made.model, loader.collate_fn([next(iter(loader.dataset))])).backward()
+    ((head, forward),) = rows
+    assert forward == 3 + 8  # 32 terms; the last token of each sample follows one of its own
+    assert head.kept.value() == 3 + 2  # 8 terms, of the two samples with the largest |A|
+
+
+# ---- the window ------------------------------------------------------------------------------------------------------
+
+
+class Watched(RolloutWindow):
+    """A window of groups of three, whose choice keeps the rollouts with a positive advantage."""
+
+    def __init__(self, samples: Iterable[Any], groups: int = 2, patience: float = 60.0) -> None:
+        self.metrics: dict[str, list[float]] = defaultdict(list)
+        self.version, self.choices = 1, []
+        super().__init__(
+            Recording(samples).rollout_buffer, groups, 3, patience,
+            is_stale=lambda one: one.model_version < self.version, choose=self.choose,
+            prepared=lambda rollout, one: one, metrics=self.metrics,
+        )  # fmt: skip
+
+    def choose(self, rollouts: list[Rollout]) -> None:
+        self.choices.append([(rollout.group, len(rollout.samples)) for rollout in rollouts])
+        for rollout in rollouts:
+            rollout.kept = rollout.advantage > 0
+
+    def all(self) -> list[int]:
+        """The places of all samples that it hands on until the worker's queue is empty."""
+        found: list[int] = []
+        while True:
+            left = self._incoming.qsize()
+            try:
+                found.append(int(self.get(0.0).input_ids[0]))
+            except queue.Empty:
+                if left == 0:
+                    return found
+
+
+def stream(*which: str, **changed: Any) -> list[RolloutSample]:
+    """Samples whose first token is their place. "a+" is of the group a, with a positive advantage; "a+2" is of a
+    conversation of several messages, the same one wherever it is named.
+    """
+    return [
+        sample(
+            name[0],
+            1.0 if name[1] == "+" else -1.0,
+            [place, 7, 9, 11],
+            completion=[{"content": name}] * (3 if len(name) > 2 else 1),
+            **changed,
+        )
+        for place, name in enumerate(which)
+    ]
+
+
+def test_window_waits_for_whole_groups_and_keeps_the_order() -> None:
+    window = Watched(stream("a+", "b-", "a-", "b+", "c+", "a+", "b+", "c+"))
+    assert window.all() == [0, 3, 5, 6]
+    assert window.choices == [[("a", 1)] * 3 + [("b", 1)] * 3]
+    assert window.qsize() == 2  # of the third group
+
+
+def test_window_counts_a_forked_rollout_once() -> None:
+    forked = Watched(stream("a+1", "a+1", "a-2", "a-2", "a-2", "b+", "b-", "a+", "b-"))
+    assert forked.all() == [0, 1, 5, 7]
+    assert forked.choices == [[("a", 2), ("a", 3), ("a", 1), ("b", 1), ("b", 1), ("b", 1)]]
+    equal = Watched(equal_conversations := stream("a+1", "a+1", "a+1", "a+1", "a-"), groups=1)
+    for one, other in zip(equal_conversations[2:4], equal_conversations[:2], strict=True):
+        one.input_ids = other.input_ids
+    assert len(equal.all()) == 4
+    assert equal.choices == [[("a", 2), ("a", 2), ("a", 1)]]
+
+
+def test_late_samples_share_the_fate_of_their_rollout() -> None:
+    late = Watched(
+        stream("a-", "a-", "b+", "b+", "b+", "a+1", "a+1", "a+", "c-1", "c+", "c+", "d+", "d+", "d-2", "d-2")
+    )
+    assert late.all() == [2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+    # The seventh sample is a part of the sixth. The eighth is a rollout more of its group, which is chosen from later.
+    assert late.choices[1] == [("a", 1), *[("c", 1)] * 3, *[("d", 1)] * 3]
+    assert len(late.metrics["d3s/late_samples_total"]) == 2
+
+
+def test_part_of_a_group_waits_for_one_choice_more() -> None:
+    window = Watched(stream("a+", "b+", "b+", "c+", "b+", "a+", "c+", "c+", "d+", "d+", "d+", "a+"), groups=1)
+    assert window.all() == [1, 2, 4, 0, 3, 5, 6, 7, 8, 9, 10]
+    assert window.choices[0] == [("b", 1)] * 3
+    assert ("a", 1) in window.choices[1]
+    assert window.qsize() == 1
+
+
+def test_nothing_waits_for_ever() -> None:
+    never_whole = Watched(stream(*(name for label in "abcdefghijklm" for name in (f"{label}+", f"{label}-"))))
+    assert len(never_whole.all()) == 12
+    assert len(never_whole.choices) == 1
+    silent = Watched(stream("a+", "b+", "a-"), patience=0.0)
+    assert silent.all() == [0, 1]
+    assert silent.choices == [[("a", 1), ("a", 1), ("b", 1)]]
+    begin = time.monotonic()
+    with pytest.raises(queue.Empty):  # so TRL asks whether the worker is alive
+        Watched(stream("a+")).get(0.02)
+    assert time.monotonic() - begin < 30
+
+
+def test_stale_samples_are_dropped_and_counted() -> None:
+    window = Watched([*stream("a+", "a+", "b+"), *stream("b+", "a+", "a+", "b+", "b+", model_version=2)])
+    window.version = 2
+    assert len(window.all()) == 0
+    assert window.choices == []
+    assert len(window.metrics["sample/dropped_stale_total"]) == 3
+    waiting = Watched([*stream("a+", "b+", "b+", "b+"), *stream("a+", "c+", "c+", "c+", model_version=2)], groups=1)
+    first = [waiting.get(60.0).group_id for _ in range(3)]
+    waiting.version = 2  # the first sample has become stale while it waited
+    assert first == ["b"] * 3
+    assert len(waiting.all()) == 4
+    assert len(waiting.metrics["sample/dropped_stale_total"]) == 1
+
+
+@pytest.mark.parametrize("_", range(20))
+def test_every_sample_is_handed_on_or_counted(_: int) -> None:
+    random = np.random.default_rng(int(torch.randint(2**31, ())))
+    names = [
+        f"{label}{random.choice(['+', '-'])}{place if random.random() < 0.5 else ''}"
+        for label in "abcdefghij"
+        for place in range(random.integers(1, 5))
+    ]
+    names += random.choice(names, 10).tolist()  # parts of rollouts of several messages, or rollouts more
+    random.shuffle(names)
+    samples = stream(*names)
+    for one in samples:
+        one.model_version = int(random.integers(0, 4) > 0)
+    window = Watched(samples, groups=int(random.integers(1, 4)), patience=0.0)
+    out = window.all()
+    stale = sum(one.model_version < 1 for one in samples)
+    kept = [place for place, one in enumerate(samples) if one.model_version and names[place][1] == "+"]
+    assert sorted(out) == kept
+    assert window.qsize() == 0
+    assert len(window.metrics["sample/dropped_stale_total"]) == stale
+
+
+# ---- a worker with faults, and what is refused -----------------------------------------------------------------------
+
+
+def first_micro_batch(made: AsyncGRPOTrainer) -> list[Any]:
+    batcher = made.get_train_dataloader().dataset
+    batcher.dataset.poll_interval_s = 0.01
+    return [one for row in next(iter(batcher)) for one in row.samples]
+
+
+def test_what_cannot_be_trained_on_is_dropped_before_the_choice(made: AsyncGRPOTrainer) -> None:
+    samples = recorded(2, seed=2)
+    samples[3].advantage, samples[9].advantage = math.nan, math.inf
+    long = samples[12]
+    long.input_ids, long.completion_mask, long.old_log_probs = (
+        np.concatenate([part, np.repeat(part[-1:], 90)])
+        for part in (long.input_ids, long.completion_mask, long.old_log_probs)
+    )
+    with_options(made, [*samples, sample(9, 0.0, [2] * 40)], window_groups=2, token_budget=80)
+    made.rollout_queue._patience = 0.0
+    kept = first_micro_batch(made)
+    logged = made._metrics["train"]
+    assert logged["d3s/rollouts_kept"][0] == 8  # the budget is of all rollouts that came
+    assert logged["d3s/dropped_not_finite_total"] == [2.0]
+    assert logged["batch/dropped_oversize_total"] == [1.0]
+    assert all(math.isfinite(one["advantage"]) and len(one["input_ids"]) < 80 for one in kept)
+
+
+def test_window_without_a_usable_rollout_is_an_error(made: AsyncGRPOTrainer) -> None:
+    samples = recorded(1)
+    for one in samples:
+        one.advantage = math.nan
+    with_options(made, samples, window_groups=1)
+    with pytest.raises(ValueError, match=r"advantage: got nan, .* the 8 rollouts of a window, .*; takes a finite one"):
+        first_micro_batch(made)
+
+
+def test_dead_worker_is_an_error_after_what_it_left(made: AsyncGRPOTrainer) -> None:
+    with_options(made, recorded(1)[:5], window_groups=1, per_device_train_batch_size=2)
+    made.rollout_queue._patience = 0.0  # in a run, heartbeat_stale_after_s: that of a worker which may still come
+    assert len(first_micro_batch(made)) == 2
+    assert made._metrics["train"]["d3s/partial_groups_total"] == [1.0]
+    made.rollout_queue._patience = 60.0
+    made.rollout_queue._ready.clear()
+    with pytest.raises(RuntimeError, match="the recording has ended"):
+        first_micro_batch(made)
+
+
+def test_progress_is_counted_in_groups_where_epochs_end_a_run(made: AsyncGRPOTrainer) -> None:
+    ends = {"rollouts_start": 2, "rollouts_end": GROUP}
+    with_options(made, recorded(3), window_groups=1, per_device_train_batch_size=2, **ends)
+    made._epoch_stop_groups = 2
+    try:
+        found = []
+        for _ in range(3):
+            made.rollout_queue._ready.clear()
+            batcher = made.get_train_dataloader()
+            batch = batcher.collate_fn([next(iter(batcher.dataset))])
+            found.append((int(batch["d3s_groups_done"][0]), made._metrics["train"]["d3s/rollouts_kept"][-1]))
+    finally:
+        made._epoch_stop_groups = None
+    assert found == [(1, 2.0), (2, 5.0), (3, 8.0)]
+
+
+def test_data_that_do_not_come_through_trls_batcher_are_refused(
+    made: AsyncGRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = SimpleNamespace(dataset=[], collate_fn=None)
+    monkeypatch.setattr(AsyncGRPOTrainer, "get_train_dataloader", lambda self: loader)
+    with pytest.raises(UnknownTRL, match="got a list; takes TRL's FixedCountBatcher or TokenBudgetBatcher"):
+        made.get_train_dataloader()
+
+
+def test_loss_that_is_not_ours_is_refused(made: AsyncGRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsyncGRPOTrainer, "training_step", lambda self, *_: torch.zeros(()))
+    with pytest.raises(UnknownTRL, match="no token was selected"):
+        made.training_step(made.model, {}, None)
+
+
+REFUSED = {
+    "window_groups: got 0; takes a whole number of at least 1, or None": {"window_groups": 0},
+    "window_groups: got 20; takes at most 10: up to 4 rollouts of a group are kept": {"window_groups": 20},
+    "rollouts_end: got 4 beside keep_all, which takes 1.0": {"keep_all": True, "rollouts_end": 4},
+    "loss_denominator: got 'kept' with token_rule 'prefix'": {"token_rule": "prefix", "loss_denominator": "kept"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_options_that_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        options(**REFUSED[message])
+
+
+def test_other_arguments_are_refused(saved: str) -> None:
+    with pytest.raises(TypeError, match="args: got a AsyncGRPOConfig; takes a D3SAsyncGRPOConfig"):
+        D3SAsyncGRPOTrainer(saved, args=options(AsyncGRPOConfig))
+
+
+def test_examples_of_the_docstrings(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrinterCallback, "on_log", lambda *_, **__: None)  # an example prints its results alone
+    worker = Recording(recorded(4))
+    elsewhere = {"use_cpu": True, "bf16": False, "token_budget": 0, "report_to": [], "output_dir": "/tmp/d3s-async"}
+    elsewhere |= {"disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4}
+    run_example(D3SAsyncGRPOConfig)
+    given = {"rollout_worker": worker, "weight_transfer": worker, "processing_class": tokenizer()}
+    prompts, reward = Dataset.from_dict({"prompt": ["w2"] * 40}), None
+    elsewhere.pop("output_dir")
+    run_example(D3SAsyncGRPOTrainer, folder=saved, reward=reward, prompts=prompts, worker=given, elsewhere=elsewhere)
+
+
+@pytest.mark.slow("one gradient of several processes: their terms, their denominators, DDP's mean")
+def test_processes_together(saved: str, tmp_path: Path) -> None:
+    run_processes(Path(__file__).with_name("async_ranks.py"), 2, tmp_path, saved)
+    together = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    alone = outcome(saved, ranks=1)
+    for one in together:
+        assert one["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)
+        for own, right in zip(one["weights"], alone["weights"], strict=True):
+            torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-4)
+
+
+def outcome(saved: str, ranks: int) -> dict[str, Any]:
+    """What a trainer has after three steps on eight samples each, whichever process each sample is on."""
+    rule = {"off_policy_rule": "m2po", "off_policy_high": 0.05, "optim": "sgd", "learning_rate": 0.1}
+    rule |= {"ddp_backend": "gloo"} if ranks > 1 else {}
+    made = trainer(
+        saved, recorded(12), per_device_train_batch_size=8 // ranks, window_groups=2, logging_steps=3, **rule
+    )
+    made.train()
+    (log,) = (log for log in made.state.log_history if "d3s/tokens_kept" in log)
+    metrics = {name: log[name] for name in log if name in ("d3s/tokens_kept", "d3s/off_policy_share", "ratio", "loss")}
+    return {"metrics": metrics, "weights": [parameter.detach().clone() for parameter in made.model.parameters()]}

@@ -23,7 +23,7 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SAsyncGRPOConfig
-        >>> config = D3SAsyncGRPOConfig("out", num_generations=8, per_device_train_batch_size=32, token_budget=4096)
+        >>> config = D3SAsyncGRPOConfig("out", per_device_train_batch_size=32, use_cpu=True, bf16=False)
         >>> config.groups_of_window()
         4
     """

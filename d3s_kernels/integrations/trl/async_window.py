@@ -135,7 +135,7 @@ class RolloutWindow:
         labels = [
             label
             for label, rollouts in self._waiting.items()
-            if everything or label in self._waited or len(rollouts) >= self._group_size
+            if everything or label in self._waited or label in self._chosen or len(rollouts) >= self._group_size
         ]
         rollouts = [rollout for label in labels for rollout in self._waiting.pop(label)]
         self._waited = set(self._waiting)
