@@ -19,6 +19,7 @@ def rows_of(script: str, folder: Path, *options: str) -> list[list[str]]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.syspath_prepend(EXAMPLES)  # as Python does for a script
         patch.setattr(sys, "argv", [script, *options])
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     lines = printed.getvalue().splitlines()
@@ -44,9 +45,26 @@ def test_trl(tmp_path: Path) -> None:
     assert kept[0] == 4 * 4  # of four prompts
 
 
+@pytest.mark.slow("the thread that generates, beside the one that trains")
+def test_asynchronous_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl", minversion="1.16", reason="TRL has prefix trees from 1.16 on")
+    *steps, generated, waited = rows_of("async_trl_d3s.py", tmp_path, "--steps", "40")
+    assert [row[0] for row in steps] == ["8", "16", "24", "32", "40"]
+    assert all(row[2] == "25%" for row in steps)
+    assert float(steps[-1][1]) > float(steps[0][1])
+    assert int(generated[1]) >= 4 * int(generated[5]) == 4 * 40 * 32
+    assert all(float(seconds) >= 0 for seconds in (waited[1], waited[6], waited[12]))
+
+
 def test_scripts_are_short() -> None:
     scripts = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")]
-    assert {path.name for path in scripts} == {"demo.py", "own_loop.py", "trl_d3s.py", "verl_d3s.sh"}
+    assert {path.name for path in scripts} == {
+        "async_trl_d3s.py",
+        "demo.py",
+        "own_loop.py",
+        "trl_d3s.py",
+        "verl_d3s.sh",
+    }
     recipes = list((EXAMPLES / "trainers").glob("*.py"))
     assert {path.name for path in recipes} == {
         f"d3s_{name}.py" for name in ("nemo_rl", "openrlhf", "prime_rl", "slime")

@@ -5,7 +5,7 @@ dense one for the same arguments stands under its name.
 from __future__ import annotations
 
 import copy
-import importlib.util
+import inspect
 import math
 import queue
 import re
@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,13 @@ from packaging.version import Version
 if Version(trl.__version__) < Version("1.16"):
     pytest.skip("TRL packs no prefix trees before 1.16", allow_module_level=True)
 
+import trl_surface as surface
 from datasets import Dataset
 from helpers import slow
 from processes import run_processes
 from tiny_trl import EOS, model, run_example, tokenizer
 from transformers import PrinterCallback
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import d3s_kernels as d3s
@@ -40,21 +41,11 @@ from d3s_kernels.integrations.trl.async_window import Rollout, RolloutWindow
 from d3s_kernels.integrations.trl.head import OurHead
 
 GROUP = 8
-EXAMPLE = Path(__file__).parents[2] / "examples" / "async_trl_d3s.py"
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
+from _async.on_a_cpu import use_a_cpu  # noqa: E402
 
-def example() -> ModuleType:
-    sys.path.insert(0, str(EXAMPLE.parent))
-    try:
-        spec = importlib.util.spec_from_file_location("async_trl_d3s", EXAMPLE)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(EXAMPLE.parent))
-    return module
-
-
-example().use_a_cpu()
+use_a_cpu()
 
 
 class Recording:
@@ -551,6 +542,27 @@ def test_options_that_are_refused(message: str) -> None:
         options(**REFUSED[message])
 
 
+def test_trl_is_as_it_was_read() -> None:
+    """Another name that the loss reads may bring a term, or a denominator, that the selection does not cover."""
+    read = surface.read_by(AsyncGRPOTrainer.compute_loss)
+    known = (
+        "inputs.advantages inputs.attention_mask inputs.global_n_forward_tokens inputs.global_n_tokens "
+        "inputs.input_ids inputs.mean_seq_len inputs.old_log_probs inputs.position_ids inputs.segment_id inputs.shift_labels "
+        "inputs.token_index inputs.tree_max_seqlens self._last_forward_time_s self._metrics self._step_forward_s "
+        "self._step_forward_tokens self._step_samples self._step_seq_len_weighted self._step_trained_tokens "
+        "self.accelerator self.aux_loss_enabled self.current_gradient_accumulation_steps self.epsilon_high "
+        "self.epsilon_low self.router_aux_loss_coef"
+    )
+    assert read == set(known.split())
+    for method, parameters in {
+        AsyncGRPOTrainer.compute_loss: "self model inputs return_outputs num_items_in_batch",
+        AsyncGRPOTrainer.training_step: "self model inputs num_items_in_batch",
+        AsyncGRPOTrainer.get_train_dataloader: "self",
+        async_grpo_trainer.DataCollatorForRollout.torch_call: "self examples",
+    }.items():
+        assert list(inspect.signature(method).parameters) == parameters.split()
+
+
 def test_other_arguments_are_refused(saved: str) -> None:
     with pytest.raises(TypeError, match="args: got a AsyncGRPOConfig; takes a D3SAsyncGRPOConfig"):
         D3SAsyncGRPOTrainer(saved, args=options(AsyncGRPOConfig))
@@ -559,12 +571,11 @@ def test_other_arguments_are_refused(saved: str) -> None:
 def test_examples_of_the_docstrings(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrinterCallback, "on_log", lambda *_, **__: None)  # an example prints its results alone
     worker = Recording(recorded(4))
-    elsewhere = {"use_cpu": True, "bf16": False, "token_budget": 0, "report_to": [], "output_dir": "/tmp/d3s-async"}
-    elsewhere |= {"disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4}
+    elsewhere = {"use_cpu": True, "bf16": False, "token_budget": 0, "report_to": [], "logging_strategy": "no"}
+    elsewhere |= {"disable_tqdm": True, "save_strategy": "no", "per_device_train_batch_size": 4}
     run_example(D3SAsyncGRPOConfig)
     given = {"rollout_worker": worker, "weight_transfer": worker, "processing_class": tokenizer()}
     prompts, reward = Dataset.from_dict({"prompt": ["w2"] * 40}), None
-    elsewhere.pop("output_dir")
     run_example(D3SAsyncGRPOTrainer, folder=saved, reward=reward, prompts=prompts, worker=given, elsewhere=elsewhere)
 
 
