@@ -212,7 +212,7 @@ def expected_gradient(samples: list[Any], args: D3SAsyncGRPOConfig) -> list[torc
     elif args.off_policy_rule == "opsm":
         for index in range(len(samples)):
             mine = of_sample == index
-            trusted[mine] = (advantages[mine][0] >= 0) | ((old - logprob.detach())[mine].mean() <= 0.02)
+            trusted[mine] = (advantages[mine][0] >= 0) | ((old - logprob.detach())[mine].mean() <= 0)
     left = trusted & (own > 0)
     score = (advantages.abs() * entropy).masked_fill(~left, -1)
     number = math.ceil(args.token_ratio_start * int(left.sum()) - 1e-9)
@@ -231,7 +231,7 @@ CHOICES = {
     "advantages anew": {"advantages_from": "kept", "rollout_scope": "group"},
     "IcePop": {"off_policy_rule": "token_mask", "off_policy_low": 0.5, "off_policy_high": 1.5},
     "truncated": {"off_policy_rule": "token_truncate", "off_policy_low": 0.9, "off_policy_high": 1.2},
-    "OPSM": {"off_policy_rule": "opsm", "off_policy_high": 0.02},
+    "OPSM": {"off_policy_rule": "opsm", "off_policy_high": 0.0},
     "shared": {"drop_shared_tokens": True},
     "prefixes": {"token_rule": "prefix", "loss_denominator": "all"} | dict.fromkeys(
         ("token_ratio_start", "token_ratio_end"), 1.0
@@ -241,7 +241,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
-    samples, changed = recorded(2, seed=len(choice)), CHOICES[choice]
+    samples, changed = recorded(2, seed=2), CHOICES[choice]
     if choice == "prefixes":
         changed = changed | dict.fromkeys(("token_ratio_start", "token_ratio_end"), 0.5)
     with_options(made, samples, window_groups=2, **changed)
@@ -256,7 +256,14 @@ def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
     args = made.args if choice != "prefixes" else SimpleNamespace(**{**vars(made.args), "token_ratio_start": 1.0})
     for own, right in zip(made.model.parameters(), expected_gradient(kept, args), strict=True):
         torch.testing.assert_close(own.grad.double(), right, atol=3e-5, rtol=1e-3)
-    assert made._metrics["train"]["d3s/rollouts_kept"] == [8.0]
+    logged = made._metrics["train"]
+    assert logged["d3s/rollouts_kept"] == [8.0]
+    assert "off_policy_rule" not in changed or sum(share for share, _ in logged["d3s/off_policy_share"]) > 0
+    if choice == "advantages anew":
+        (theirs, _), (ours, _) = (torch.tensor(values).view(2, 4).sort() for values in (
+            advantages.flatten()[expected].tolist(), [one.advantage for one in kept],
+        ))  # fmt: skip
+        torch.testing.assert_close(ours, d3s.group_advantages(theirs))
 
 
 def test_tokens_that_are_cut_are_not_forwarded(made: AsyncGRPOTrainer) -> None:
@@ -273,6 +280,34 @@ def test_tokens_that_are_cut_are_not_forwarded(made: AsyncGRPOTrainer) -> None:
         assert one.completion_mask.weight[3:].tolist() == pytest.approx([own / (own - t) for t in range(kept)])
         shorter += kept < own
     assert shorter > 4
+
+
+def test_advantages_of_equal_rewards_are_0_in_whole_groups(made: AsyncGRPOTrainer) -> None:
+    samples = recorded(3, seed=1)
+    for one in samples[:GROUP]:
+        one.metrics["reward"], one.advantage = 0.1, 1e-9
+    everything = {"rollouts_start": GROUP, "rollouts_end": GROUP}
+    with_options(made, [*samples[: 2 * GROUP], samples[-1]], window_groups=2, heartbeat_stale_after_s=0.0, **everything)
+    kept = [made.rollout_queue.get(60.0).advantage for _ in range(2 * GROUP + 1)]
+    assert kept[:GROUP] == [0.0] * GROUP
+    rest = [one.advantage for one in [*samples[GROUP : 2 * GROUP], samples[-1]]]  # the last is a part of a group
+    assert kept[GROUP:] == pytest.approx(rest)
+    assert samples[0].advantage == 1e-9  # the worker's sample is not changed
+
+
+def test_token_without_a_probability_is_not_trusted(made: AsyncGRPOTrainer) -> None:
+    samples = recorded(1, seed=3)
+    for one in samples:
+        one.old_log_probs[4] = math.nan
+    rule = {"off_policy_rule": "token_truncate", "rollouts_start": GROUP, "rollouts_end": GROUP}
+    with_options(made, samples, window_groups=1, **rule)
+    loader = made.get_train_dataloader()
+    loss = made.compute_loss(made.model, loader.collate_fn([next(iter(loader.dataset))]))
+    loss.backward()
+    assert loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in made.model.parameters())
+    ((left_out, _),) = made._metrics["train"]["d3s/off_policy_share"]
+    assert left_out == pytest.approx(GROUP)
 
 
 def test_metrics(made: AsyncGRPOTrainer) -> None:
@@ -381,6 +416,9 @@ def test_window_counts_a_forked_rollout_once() -> None:
         one.input_ids = other.input_ids
     assert len(equal.all()) == 4
     assert equal.choices == [[("a", 2), ("a", 2), ("a", 1)]]
+    other_prompt = stream("a+1", "a+1", "a-")
+    other_prompt[1].prompt = [{"content": "an environment said something else"}]
+    assert len(Watched(other_prompt, groups=1).all()) == 2
 
 
 def test_late_samples_share_the_fate_of_their_rollout() -> None:
@@ -463,6 +501,7 @@ def test_what_cannot_be_trained_on_is_dropped_before_the_choice(made: AsyncGRPOT
     samples = recorded(2, seed=2)
     samples[3].advantage, samples[9].advantage = math.nan, math.inf
     long = samples[12]
+    long.advantage = 5.0  # it would be chosen
     long.input_ids, long.completion_mask, long.old_log_probs = (
         np.concatenate([part, np.repeat(part[-1:], 90)])
         for part in (long.input_ids, long.completion_mask, long.old_log_probs)
@@ -547,8 +586,8 @@ def test_trl_is_as_it_was_read() -> None:
     read = surface.read_by(AsyncGRPOTrainer.compute_loss)
     known = (
         "inputs.advantages inputs.attention_mask inputs.global_n_forward_tokens inputs.global_n_tokens "
-        "inputs.input_ids inputs.mean_seq_len inputs.old_log_probs inputs.position_ids inputs.segment_id inputs.shift_labels "
-        "inputs.token_index inputs.tree_max_seqlens self._last_forward_time_s self._metrics self._step_forward_s "
+        "inputs.input_ids inputs.mean_seq_len inputs.old_log_probs inputs.position_ids inputs.segment_id "
+        "inputs.shift_labels inputs.token_index inputs.tree_max_seqlens self._last_forward_time_s self._metrics self._step_forward_s "
         "self._step_forward_tokens self._step_samples self._step_seq_len_weighted self._step_trained_tokens "
         "self.accelerator self.aux_loss_enabled self.current_gradient_accumulation_steps self.epsilon_high "
         "self.epsilon_low self.router_aux_loss_coef"
