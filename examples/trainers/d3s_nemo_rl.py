@@ -98,7 +98,8 @@ class D3SLoss(ClippedPGLossFn):
         require(not fused, "use_fused_linear_logprobs, fuse_loss", True, "false: they give a loss no logits")
         require((top_k or 0) <= 0 and top_p in (None, 1), "generation.top_k and top_p", (top_k, top_p), of_all)
         require(context == 1, "context_parallel_size", context, "1, because a rank has parts of sequences")
-        require(alone or not drawn, "token_rule", "random", "another with tensor parallelism: ranks would draw others")
+        fixed = "another with tensor parallelism: ranks would draw others"
+        require(alone or not (drawn or self.selection.cuts), "token_rule", given.token_rule, fixed)
         self.metric_normalizations |= dict.fromkeys(("d3s/entropy", "d3s/token_share"), MetricNormalizer.TOKENS)
 
     def __call__(
@@ -123,8 +124,9 @@ class D3SLoss(ClippedPGLossFn):
             names = ("prev_logprobs", "generation_logprobs", "advantages")
             old, sampled, advantages = (data.get(name, mask)[:, -mask.shape[1] :] for name in names)
             trusted = self.selection.trusted(old, sampled, advantages, mask=mask)
-            kept = self.selection.tokens(entropies, advantages, 0.0, mask=trusted).mask
-            logprobs.register_hook(lambda gradient: torch.where(kept, gradient * trusted.weight, 0.0))
+            kept, _, _, _, weight = self.selection.tokens(entropies, advantages, 0.0, mask=trusted)
+            weight = trusted.weight if weight is None else trusted.weight * weight
+            logprobs.register_hook(lambda gradient: torch.where(kept, gradient * weight, 0.0))
             sums["d3s/token_share"] = kept.sum()
         loss, metrics = super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
         return loss, metrics | {name: total.item() / max(float(global_valid_toks), 1.0) for name, total in sums.items()}
