@@ -22,6 +22,7 @@ Tokens in miles, chosen from each micro-batch by the loss::
 The signatures were read in slime at 624b824 and in miles at 31f1ca9, 2026-08-21.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from itertools import compress
 from typing import Any
@@ -119,7 +120,9 @@ def start_step(args: Any, rollout_id: int, *_: Any) -> None:
     progress = d3s.progress_of(rollout_id, args.num_rollout)
 
 
-def miles_token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def miles_token_loss(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """miles' policy loss, with the advantage 0 for tokens that are not chosen, and ``d3s/token_share`` as a metric. The
     pool is the micro-batches of all data-parallel ranks. ValueError: an unfit option."""
     package, mpu = "miles.backends.training_utils", import_module("megatron.core.parallel_state")
@@ -141,8 +144,8 @@ def miles_token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: A
         logits[0].detach(), no_label, first, vocabulary, temperature=args.rollout_temperature or 1.0, mask=read
     )
     advantages, kept = chosen(selection, batch, entropy[read], progress or 0.0, mpu.get_data_parallel_group())
-    loss, metrics = losses.policy_loss_function(args, {**batch, "advantages": advantages}, logits, reduce)
-    return loss, {**metrics, "d3s/token_share": reduce(kept.float()).detach()}
+    loss, metrics = losses.policy_loss_function(args, {**batch, "advantages": advantages}, logits, sum_of_sample_mean)
+    return loss, {**metrics, "d3s/token_share": sum_of_sample_mean(kept.float()).detach()}
 
 
 def selection_of_tokens(args: Any, data: dict[str, Any], mpu: Any) -> d3s.Selection:
