@@ -1,4 +1,4 @@
-"""The recipe for slime and miles, on a stand-in for the lines of these trainers that call it, and that it calls."""
+"""The recipes for slime and miles, on a stand-in for the lines of these trainers that call it, and that it calls."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import reference
 
-RECIPE = Path(__file__).parents[1] / "examples" / "trainers" / "d3s_slime.py"
+RECIPES = Path(__file__).parents[1] / "examples" / "trainers"
 GROUPS, GROUP, RATIO = 4, 6, 0.25
 LOSSES = [f"miles.backends.training_utils.{name}.losses" for name in ("loss_hub", "loss.hub")]  # at 31f1ca9, and newer
 
 
-def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("d3s_slime", RECIPE)
+def recipe(name: str = "d3s_slime") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def recipe_for_miles() -> ModuleType:
+    with installed({"d3s_slime": recipe()}):  # which lies beside it
+        return recipe("d3s_miles")
 
 
 # ---- the trainers: written from slime at 624b824 and miles at 31f1ca9, both of 2026-08-21 ----------------------------
@@ -146,11 +151,16 @@ def of_megatron(*ranks: Any, losses: str = LOSSES[0], **layout: Any) -> dict[str
 
 @pytest.fixture
 def hooks() -> Iterator[ModuleType]:
-    """The recipe on one rank; as in the trainers, its groups are groups of one."""
+    """The recipe for slime on one rank; as in the trainers, its groups are groups of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with installed(of_megatron(dist.group.WORLD, 0, dist.group.WORLD)):
         yield recipe()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def miles(hooks: ModuleType) -> ModuleType:
+    return recipe_for_miles()
 
 
 def arguments(**options: Any) -> Namespace:
@@ -365,13 +375,13 @@ def test_other_stages_of_slimes_pipeline_have_nothing_to_choose(hooks: ModuleTyp
 
 @pytest.mark.parametrize("losses", LOSSES)
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
-def test_tokens_in_miles(hooks: ModuleType, losses: str, scope: str) -> None:
+def test_tokens_in_miles(miles: ModuleType, losses: str, scope: str) -> None:
     batch, logits, rows = micro_batch()
     before, advantages = dict(batch), torch.cat(batch["advantages"])
     args, reduce = arguments(d3s_token_scope=scope), reducer(batch)
     leaf = logits.clone().requires_grad_()
     with installed({LOSSES[0]: None, **of_megatron(dist.group.WORLD, 0, dist.group.WORLD, losses=losses)}):
-        found, metrics = hooks.miles_token_loss(args, batch, leaf, reduce)
+        found, metrics = miles.token_loss(args, batch, leaf, reduce)
     assert all(batch[name] is before[name] for name in before)  # a recomputed loss starts from the same batch
     kept = expected(batch, rows, offsets=torch.tensor([0, *RESPONSES]).cumsum(0), scope=scope)
     plain = logits.clone().requires_grad_()
@@ -385,21 +395,21 @@ def test_tokens_in_miles(hooks: ModuleType, losses: str, scope: str) -> None:
         assert not torch.equal(kept, expected(batch, rows, temperature=1.0))
 
 
-def test_scores_that_miles_did_not_compute(hooks: ModuleType) -> None:
+def test_scores_that_miles_did_not_compute(miles: ModuleType) -> None:
     """With --use-rollout-logprobs there is no pass before the update."""
     batch, logits, rows = micro_batch()
     batch |= {"rollout_log_probs": batch["log_probs"], "log_probs": None}
-    _, metrics = hooks.miles_token_loss(arguments(use_rollout_logprobs=True), batch, logits, reducer(batch))
+    _, metrics = miles.token_loss(arguments(use_rollout_logprobs=True), batch, logits, reducer(batch))
     assert metrics["d3s/token_share"] == expected(batch, rows).sum()
 
 
-def test_off_policy_tokens_have_no_gradient(hooks: ModuleType) -> None:
+def test_off_policy_tokens_have_no_gradient(miles: ModuleType) -> None:
     """The share is of the others, and the ratio weighs their loss."""
     batch, logits, rows = micro_batch()
     batch["rollout_log_probs"] = [old + 0.5 * torch.randn(len(old)) for old in batch["log_probs"]]
     rule = {"d3s_off_policy_rule": "token_mask", "d3s_off_policy_low": 0.7, "d3s_off_policy_high": 1.5}
     args, reduce, leaf = arguments(**rule), reducer(batch), logits.clone().requires_grad_()
-    found, metrics = hooks.miles_token_loss(args, batch, leaf, reduce)
+    found, metrics = miles.token_loss(args, batch, leaf, reduce)
     ratio = torch.cat([p - q for p, q in zip(batch["log_probs"], batch["rollout_log_probs"], strict=True)]).exp()
     kept = expected(batch, rows, among=(ratio >= 0.7) & (ratio <= 1.5))
     changed = {**batch, "advantages": (torch.cat(batch["advantages"]) * torch.where(kept, ratio, 0)).split(RESPONSES)}
@@ -410,7 +420,7 @@ def test_off_policy_tokens_have_no_gradient(hooks: ModuleType) -> None:
     others = [arguments(**rule, **{name: True}) for name in ("use_tis", "use_rollout_logprobs")]
     for bad_args, bad_batch in (*((other, batch) for other in others), *((args, part) for part in without)):
         with pytest.raises(ValueError, match=refused):
-            hooks.miles_token_loss(bad_args, bad_batch, logits, reduce)
+            miles.token_loss(bad_args, bad_batch, logits, reduce)
 
 
 HALF = {"d3s_token_ratio_start": 0.5, "d3s_token_ratio_end": 0.5}
@@ -439,14 +449,14 @@ def test_cut_responses_have_weights(hooks: ModuleType) -> None:
         ({"qkv_format": "bshd"}, "qkv_format: got 'bshd'; takes 'thd'"),
     ],
 )
-def test_tokens_refuse(hooks: ModuleType, options: dict[str, Any], message: str) -> None:
+def test_tokens_refuse(miles: ModuleType, options: dict[str, Any], message: str) -> None:
     batch, logits, _ = micro_batch()
     with pytest.raises(ValueError, match=message):
-        hooks.miles_token_loss(arguments(**options), batch, logits, reducer(batch))
+        miles.token_loss(arguments(**options), batch, logits, reducer(batch))
 
 
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
-def test_layouts_of_ranks_that_are_refused(hooks: ModuleType, trainer: str) -> None:
+def test_layouts_of_ranks_that_are_refused(hooks: ModuleType, miles: ModuleType, trainer: str) -> None:
     batch, logits, _ = micro_batch()
     two = SimpleNamespace(size=lambda: 2)
     for ranks, options, message in (
@@ -457,13 +467,13 @@ def test_layouts_of_ranks_that_are_refused(hooks: ModuleType, trainer: str) -> N
         args = arguments(**options)
         choose = hooks.choose_tokens, (args, 0, batch)
         if trainer == "miles":
-            choose = hooks.miles_token_loss, (args, batch, logits, reducer(batch))
+            choose = miles.token_loss, (args, batch, logits, reducer(batch))
         with installed(of_megatron(*ranks)), pytest.raises(ValueError, match=message):
             choose[0](*choose[1])
 
 
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
-def test_the_share_of_tokens_follows_the_schedule(hooks: ModuleType, trainer: str) -> None:
+def test_the_share_of_tokens_follows_the_schedule(hooks: ModuleType, miles: ModuleType, trainer: str) -> None:
     args, shares = arguments(d3s_token_ratio_start=0.1, d3s_token_ratio_end=0.9), []
     for rollout_id in (0, 5, 9):
         if trainer == "slime":
@@ -471,32 +481,33 @@ def test_the_share_of_tokens_follows_the_schedule(hooks: ModuleType, trainer: st
             train_actor(hooks, args, rollout_id, data, samples, [[0, 1, 2]])
             shares.append(round(13 * float(data["d3s/token_share"])))
         else:
-            hooks.start_step(args, rollout_id, 0, [], None, None)  # as train_one_step calls it
+            miles.start_step(args, rollout_id, 0, [], None, None)  # as train_one_step calls it
             batch, logits, _ = micro_batch()
-            _, metrics = hooks.miles_token_loss(args, batch, logits, lambda values: values.sum())
+            _, metrics = miles.token_loss(args, batch, logits, lambda values: values.sum())
             shares.append(int(metrics["d3s/token_share"]))
     assert shares == [
         math.ceil(share * 13) for share in (0.1, 0.1 + 0.8 * 5 / 9, 0.9)
     ]  # of 13 tokens that are not masked
 
 
-def share_of(module: ModuleType, batch: dict[str, Any], logits: Tensor) -> Tensor:
+def share_of(miles: ModuleType, batch: dict[str, Any], logits: Tensor) -> Tensor:
     """The tokens that are chosen: a reducer sees them."""
     seen: list[Tensor] = []
     losses = SimpleNamespace(policy_loss_function=lambda *_: (torch.zeros(()), {}))
     with installed({LOSSES[0]: losses}):
-        module.miles_token_loss(arguments(), batch, logits, lambda values: seen.append(values) or torch.zeros(()))
+        miles.token_loss(arguments(), batch, logits, lambda values: seen.append(values) or torch.zeros(()))
     return seen[0].bool()
 
 
 def tokens_rank(ranks: Ranks, seed: int) -> None:
     """Ranks that share the vocabulary choose the tokens of one rank; ranks with other data choose one pool's."""
     torch.manual_seed(seed)
-    module, alone = recipe(), [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
+    module, miles = recipe(), recipe_for_miles()
+    alone = [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
     batch, logits, rows = micro_batch()
     shard = logits.chunk(ranks.size, dim=-1)[ranks.rank]
     with installed(of_megatron(ranks.group, ranks.rank, alone)):
-        assert torch.equal(share_of(module, batch, shard), expected(batch, rows))
+        assert torch.equal(share_of(miles, batch, shard), expected(batch, rows))
 
     others = [samples_of() for _ in range(ranks.size)]  # the same on all ranks
     for number, (one, _, _) in enumerate(others):
@@ -505,7 +516,7 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
     kept = expected(pooled, torch.cat([rows for _, _, rows in others]))
     (data, samples, _), own = others[ranks.rank], kept.chunk(ranks.size)[ranks.rank]
     with installed(of_megatron(alone, 0, ranks.group)):
-        assert torch.equal(share_of(module, get_batch(DataIterator(data, [[0, 1, 2]])), packed(samples)), own)
+        assert torch.equal(share_of(miles, get_batch(DataIterator(data, [[0, 1, 2]])), packed(samples)), own)
         train_actor(module, arguments(), 0, data, samples, [[1], [2, 0]][:: 1 - 2 * ranks.rank])
     assert torch.equal(torch.cat(data["advantages"]) != 0, own)
     assert data["d3s/token_share"] == kept.sum() / torch.cat(pooled["loss_masks"]).sum()

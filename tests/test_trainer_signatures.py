@@ -42,5 +42,6 @@ def test_stand_ins_have_the_parameters_that_were_read() -> None:
 
 
 def test_the_loss_for_miles_is_called_as_miles_own() -> None:
-    theirs, ours = (inspect.signature(f).parameters for f in (slime.policy_loss_function, RECIPE.miles_token_loss))
-    assert list(ours) == list(theirs)
+    losses = slime.policy_loss_function, slime.recipe_for_miles().token_loss
+    theirs, ours = (list(inspect.signature(loss).parameters) for loss in losses)
+    assert ours == theirs
