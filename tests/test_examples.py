@@ -67,6 +67,6 @@ def test_scripts_are_short() -> None:
     }
     recipes = list((EXAMPLES / "trainers").glob("*.py"))
     assert {path.name for path in recipes} == {
-        f"d3s_{name}.py" for name in ("nemo_rl", "openrlhf", "prime_rl", "slime")
+        f"d3s_{name}.py" for name in ("miles", "nemo_rl", "openrlhf", "prime_rl", "slime")
     }
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 130 for path in scripts + recipes)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import d3s_kernels as d3s
 from d3s_kernels import reference
 
 RECIPE = Path(__file__).parents[1] / "examples" / "trainers" / "d3s_nemo_rl.py"
@@ -93,7 +94,10 @@ class Policy:
     def __init__(self, *, config: dict[str, Any]) -> None:
         self.cfg = config
 
-    def train(self, data: Rows, loss_fn: Any, eval_mode: bool = False, timer: Any = None) -> tuple[Any, ...]:
+    def train(
+        self, data: Rows, loss_fn: Any, eval_mode: bool = False, gbs: Any = None, mbs: Any = None, timer: Any = None,
+        check_dim_skip_keys: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         return data, loss_fn, eval_mode, timer
 
 
@@ -205,6 +209,18 @@ def test_a_share_of_the_tokens(options: dict[str, Any], packed: bool) -> None:
     assert metrics["loss"] == pytest.approx(loss.item())
 
 
+def test_cut_sequences_have_weights() -> None:
+    data, logits = micro_batch()
+    leaf, generator = logits.clone().requires_grad_(), torch.get_rng_state()
+    (gradient,) = torch.autograd.grad(call(loss_of(policy(), 0.5, token_rule="prefix"), data, leaf)[0], leaf)
+    torch.set_rng_state(generator)
+    cut = d3s.random_prefixes(mask_of(data), 0.5)
+    assert cut.weight.max() > 1
+    expected = in_plain_torch(data, logits, cut.mask)[1]
+    expected[:, :-1] *= cut.weight[..., None]
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_off_policy_tokens_have_no_gradient() -> None:
     data, logits = micro_batch()
     data["generation_logprobs"][:, :4] = data["prev_logprobs"][:, :4]  # near enough
@@ -283,6 +299,7 @@ def test_ranks_that_share_the_vocabulary() -> None:
         ({"top_p": 0.9}, {}, r"generation.top_k and top_p: got \(None, 0.9\); takes null and 1.0"),
         ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1"),
         ({"tensor_parallel": 2}, {"token_rule": "random"}, "token_rule: got 'random'; takes another with tensor"),
+        ({"tensor_parallel": 2}, {"token_rule": "prefix", "ratio": 0.5}, "token_rule: got 'prefix'; takes another"),
     ],
 )
 def test_tokens_refuse(given: dict[str, Any], options: dict[str, Any], message: str) -> None:

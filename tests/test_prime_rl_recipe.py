@@ -74,7 +74,10 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, f"prime_rl{name}", stand_in)
     spec = importlib.util.spec_from_file_location("d3s_prime_rl", RECIPE)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with monkeypatch.context() as without:  # prime-rl imports algorithms in processes without torch, too
+        without.setitem(sys.modules, "torch", None)
+        without.setitem(sys.modules, "d3s_kernels", None)
+        spec.loader.exec_module(module)
     return module
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron_core import TENSOR_PARALLEL, installed
 from ranks import Ranks, world
 from torch import Tensor
 
@@ -171,12 +171,19 @@ def expected_scores(logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, Tenso
     return logprob * sampled, entropy * sampled
 
 
-@pytest.mark.parametrize("trainer", ["slime", "miles"])
+class TensorRef:
+    """``slime/data/tensor.py``, newer than 624b824: a tensor that may still lie on a disk."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.load = lambda: tensor
+
+
+@pytest.mark.parametrize("trainer", ["slime", "newer slime", "miles"])
 def test_slime_and_miles(trainer: str) -> None:
     data = packed_responses(forced=trainer == "miles")
-    ids, offsets = data["ids"], data["offsets"]
-    if trainer == "miles":  # its samples have lists, its batches tensors
-        ids, offsets = [part.tolist() for part in ids], [part.tolist() for part in offsets]
+    # miles' samples have lists, its batches tensors
+    given = {"slime": lambda tensor: tensor, "newer slime": TensorRef, "miles": Tensor.tolist}[trainer]
+    ids, offsets = ([given(part) for part in data[name]] for name in ("ids", "offsets"))
     masks = SLIME["masks_of_samples"](ids, offsets)
     logits = torch.randn(1, sum(data["total"]) + 3, VOCABULARY, requires_grad=True)  # padded at its end
     arguments = logits, data["tokens"], data["total"], data["response"], masks, TEMPERATURE
@@ -306,9 +313,20 @@ def on_a_rank(ranks: Ranks) -> None:
     )
     expected, _ = expected_of_skyrl(hidden @ weight.T / TEMPERATURE, data)
     close(found, expected)
-    for mine, dense_way in pairwise([torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, expected)]):
-        close(mine[0], dense_way[0])
-        close(mine[1][own], dense_way[1][own])
+    mine, wanted = (torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, expected))
+    close(mine[0], wanted[0])
+    close(mine[1][own], wanted[1][own])
+
+    part = hidden.detach().transpose(0, 1).chunk(ranks.size)[ranks.rank].requires_grad_()  # [s / ranks, b, H]
+    with installed(TENSOR_PARALLEL):
+        gathered = SKYRL["skyrl_hidden"](part, SimpleNamespace(sequence_parallel=True))
+    close(gathered, hidden)
+    found, _ = SKYRL["skyrl_fused_scores"](
+        gathered, weight[own], data["sequences"], data["loss_mask"], data["support"], TEMPERATURE, ranks.rank,
+        ranks.group,
+    )  # fmt: skip
+    (of_part,) = torch.autograd.grad(found.sum(), part)
+    close(of_part, wanted[0].transpose(0, 1).chunk(ranks.size)[ranks.rank])
 
 
 def test_tensor_parallelism() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_core import TENSOR_PARALLEL, installed
 from ranks import Ranks, world
 from torch import Tensor
 
@@ -132,6 +133,11 @@ def test_a_small_share_is_of_all_ranks() -> None:
     assert sum(world(2).run(small_share_rank)) == 2
 
 
+def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], **options: Any) -> tuple[Any, ...]:
+    """AReaL's; its options are keywords."""
+    return logprobs, entropy, input_data, options
+
+
 @choosing()
 def tokens_rank(ranks: Ranks, seed: int) -> None:
     """Each rank has some rows of one step's micro-batches, padded and packed as in AReaL; one share for all ranks."""
@@ -150,8 +156,8 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
         packed["logprob"].requires_grad_()
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         input_data = {"advantages": packed["advantages"], "loss_mask": packed["mask"].float(), "cu_seqlens": offsets}
-        loss_fn = SNIPPETS["areal_loss"](lambda logprobs, *_: logprobs, process_group=ranks.group)
-        result = loss_fn(packed["logprob"], packed["entropy"], input_data)
+        loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn, process_group=ranks.group)
+        result, *_ = loss_fn(packed["logprob"], packed["entropy"], input_data)
         check_gradient(result, packed["logprob"], kept[begin:end][own["mask"]])
 
 
@@ -173,6 +179,16 @@ def areal_data(rewards: Tensor) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+class PPOActor:
+    """``trainer/ppo/actor.py``, with the page's line in front; returns what it would train on."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.engine = SimpleNamespace(data_parallel_group=process_group)
+
+    def ppo_update(self, data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return SNIPPETS["areal_drop_rollouts"](data, KEEP, process_group=self.engine.data_parallel_group)
+
+
 def check_areal(smaller: list[dict[str, Any]], data: list[dict[str, Any]], kept: Tensor) -> None:
     pairs = [(group, rows) for group, rows in zip(data, kept, strict=True) if rows.any()]
     assert len(smaller) == len(pairs)
@@ -189,7 +205,7 @@ def test_areal_rollouts() -> None:
     data = areal_data(rewards)
     before = [dict(group) for group in data]
     _, kept = expected_rollouts(rewards)
-    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP)
+    smaller = PPOActor().ppo_update(data)
     check_areal(smaller, before, kept)
     assert len(smaller) < GROUPS
     assert all(untouched[name] is old[name] for old, untouched in zip(before, data, strict=True) for name in old)
@@ -204,7 +220,7 @@ def areal_rank(ranks: Ranks, seed: int) -> None:
         kept = most_varied(advantages, torch.tensor(KEEP * GROUPS)).view(ranks.size, -1, GROUP)[ranks.rank]
         assert kept.sum() == KEEP * GROUPS // ranks.size
         data = areal_data(rewards.chunk(ranks.size)[ranks.rank])
-        check_areal(SNIPPETS["areal_drop_rollouts"](data, KEEP, ranks.group), data, kept)
+        check_areal(PPOActor(ranks.group).ppo_update(data), data, kept)
 
 
 def test_areal_rollouts_of_all_ranks() -> None:
@@ -224,7 +240,7 @@ def test_areal_tokens(scope: str, tree: bool) -> None:
     if not tree:
         input_data["cu_seqlens"] = offsets
     before = dict(input_data)
-    loss_fn = SNIPPETS["areal_loss"](lambda *given, **kwargs: (*given, kwargs))
+    loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn)
     with choosing(token_scope=scope):
         got, got_entropy, got_data, kwargs = loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None)
     assert got_entropy is entropy
@@ -253,8 +269,21 @@ class TensorList:
         return TensorList([self.tensors[i] for i in index])
 
 
+class RayPPOTrainer:
+    """``trainer.py``, and the subclass that the page describes."""
+
+    def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
+        return data
+
+
+class Subclass(RayPPOTrainer):
+    def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
+        return SNIPPETS["skyrl_drop_rollouts"](super().compute_advantages_and_returns(data), GROUP)
+
+
 def test_skyrl_rollouts() -> None:
     rewards, width, padding = rewards_of_groups(), 5, 3
+    rewards[0], rewards[1] = 1.0, torch.tensor([0.0, 1.0, 2.0, 7.0, 8.0, 9.0])  # so the first prompt keeps no rollout
     rows, half = GROUPS * GROUP, GROUPS * GROUP // 2
     per_token = torch.zeros(rows + padding, width)
     per_token[:rows, 2] = rewards.flatten()
@@ -271,7 +300,7 @@ def test_skyrl_rollouts() -> None:
         "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)], "response_length": width,
     }  # fmt: skip
     before, metadata = dict(data), dict(data.metadata)
-    smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP)
+    smaller = Subclass().compute_advantages_and_returns(data)
     assert all(data[name] is before[name] for name in before)
     assert data.metadata == metadata
 
@@ -287,8 +316,9 @@ def test_skyrl_rollouts() -> None:
     each = KEEP * GROUPS // 2
     assert smaller.metadata["policy_mini_batch_boundaries"] == [(0, each), (each, 2 * each)]
     prompts = [chosen[begin:end] // GROUP for begin, end in smaller.metadata["policy_prompt_boundaries"]]
-    assert len(prompts) == GROUPS
-    assert all((prompt == g).all() for g, prompt in enumerate(prompts))  # each row stays under its own prompt
+    of_prompts = [{g} for g in range(GROUPS) if kept.view(GROUPS, GROUP)[g].any()]
+    assert {0} not in of_prompts
+    assert [set(prompt.tolist()) for prompt in prompts] == of_prompts  # SkyRL divides by the number of bounds
     assert sum(map(len, prompts)) == len(chosen)
     assert smaller.metadata["uids"] == metadata["uids"]
     assert smaller.metadata["response_length"] == width
@@ -306,6 +336,14 @@ def test_skyrl_tokens() -> None:
 # ---- open-instruct ---------------------------------------------------------------------------------------------------
 
 
+def pack_sequences(
+    queries: Any, responses: Any, masks: Any, pack_length: int, pad_token_id: int, vllm_logprobs: Any,
+    min_num_batches: int = 1, mask_tool_use: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """``rl_utils.py``: what it would pack."""
+    return {"queries": queries, "responses": responses, "masks": masks, "vllm_logprobs": vllm_logprobs}
+
+
 @pytest.mark.parametrize("normalise", [lambda r: r - r.mean(1, keepdims=True), lambda r: np.sign(r)])
 def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
     advantages = normalise(rewards_of_groups().double().numpy()).flatten()
@@ -320,7 +358,8 @@ def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
     assert isinstance(values, np.ndarray)
     assert values.tolist() == advantages[rows].tolist()
     names = ("queries", "responses", "masks", "vllm_logprobs")
-    assert columns == {name: [[i, number] for i in rows] for number, name in enumerate(names)}
+    packed = pack_sequences(pack_length=64, pad_token_id=0, min_num_batches=2, mask_tool_use=True, **columns)
+    assert packed == {name: [[i, number] for i in rows] for number, name in enumerate(names)}
     assert len(batch.queries) == len(result.responses) == len(result.masks) == len(result.logprobs) == n
 
 
@@ -363,3 +402,22 @@ def megatron_steps(ranks: Ranks) -> None:
 
 def test_megatron_adds_the_gradient_once() -> None:
     world(2).run(megatron_steps)
+
+
+def sequence_parallel(ranks: Ranks) -> None:
+    """The gradient of a rank's hidden states is that of one process, not the sum of the ranks' equal ones."""
+    torch.manual_seed(6)
+    whole, labels, hidden = torch.randn(6 * ranks.size, 8), torch.randint(6 * ranks.size, (4, 3)), torch.randn(4, 3, 8)
+    part, plain = hidden.chunk(ranks.size)[ranks.rank].clone().requires_grad_(), hidden.requires_grad_()
+    with installed(TENSOR_PARALLEL):
+        logprob, entropy = SNIPPETS["megatron_scores"](
+            part, whole.chunk(ranks.size)[ranks.rank], labels, ranks.rank, ranks.group, sequence_parallel=True
+        )
+    (logprob - entropy).sum().backward()
+    logprob, entropy = reference.linear_logprob_entropy(plain, whole, labels)
+    (logprob - entropy).sum().backward()
+    torch.testing.assert_close(part.grad, plain.grad.chunk(ranks.size)[ranks.rank])
+
+
+def test_megatron_with_sequence_parallelism() -> None:
+    world(2).run(sequence_parallel)

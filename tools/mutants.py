@@ -571,8 +571,8 @@ MUTANTS = (
         "tests/verl/test_verl_trainer.py",
     ),
     Mutant(
-        "slime: a token's entropy is that of the row it is in",
-        "examples/trainers/d3s_slime.py",
+        "miles: a token's entropy is that of the row it is in",
+        "examples/trainers/d3s_miles.py",
         "pad(of_responses[1:], (0, logits.shape[1] - len(of_responses) + 1))",
         "pad(of_responses, (0, logits.shape[1] - len(of_responses)))",
         "tests/test_slime_recipe.py",
@@ -594,7 +594,7 @@ MUTANTS = (
     Mutant(
         "nemo_rl: dropped tokens keep their gradient",
         "examples/trainers/d3s_nemo_rl.py",
-        "torch.where(kept, gradient * trusted.weight, 0.0)",
+        "torch.where(kept, gradient * weight, 0.0)",
         "gradient",
         "tests/test_nemo_rl_recipe.py",
     ),

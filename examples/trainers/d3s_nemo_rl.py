@@ -84,11 +84,10 @@ class D3SLoss(ClippedPGLossFn):
         given, section = self.selection.options, policy["megatron_cfg" if self.megatron else "dtensor_cfg"]
         start, end, drawn = given.token_ratio_start, given.token_ratio_end, given.token_rule == "random"
         alone = section["tensor_model_parallel_size" if self.megatron else "tensor_parallel_size"] == 1
-        rule, packed = given.off_policy_rule, policy["sequence_packing"]["enabled"]
+        rule, packed, cuts = given.off_policy_rule, policy["sequence_packing"]["enabled"], self.selection.cuts
         apart = not packed or (given.token_scope == "sequence" and rule != "m2po")
         fused = section.get("use_fused_linear_logprobs", False) or policy["sequence_packing"].get("fuse_loss", False)
         context, (top_k, top_p) = section["context_parallel_size"], map(policy["generation"].get, ("top_k", "top_p"))
-        of_all = "null and 1.0, because entropies are of all tokens"
         for name in ("use_importance_sampling_correction", "force_on_policy_ratio"):
             require(rule == "none" or not getattr(config, name), name, True, "false with off_policy_rule")
         require(start == end, "token_ratio_end", end, f"token_ratio_start, {start}, since a loss is not told of steps")
@@ -96,9 +95,9 @@ class D3SLoss(ClippedPGLossFn):
         require(not given.drop_shared_tokens, "drop_shared_tokens", True, "false: a rank may have parts of groups")
         require(apart, "sequence_packing.enabled", True, "false, or token_scope 'sequence'")
         require(not fused, "use_fused_linear_logprobs, fuse_loss", True, "false: they give a loss no logits")
-        require((top_k or 0) <= 0 and top_p in (None, 1), "generation.top_k and top_p", (top_k, top_p), of_all)
+        require((top_k or 0) <= 0 and top_p in (None, 1), "generation.top_k and top_p", (top_k, top_p), "null and 1.0")
         require(context == 1, "context_parallel_size", context, "1, because a rank has parts of sequences")
-        require(alone or not drawn, "token_rule", "random", "another with tensor parallelism: ranks would draw others")
+        require(alone or not (drawn or cuts), "token_rule", given.token_rule, "another with tensor parallelism")
         self.metric_normalizations |= dict.fromkeys(("d3s/entropy", "d3s/token_share"), MetricNormalizer.TOKENS)
 
     def __call__(
@@ -123,8 +122,9 @@ class D3SLoss(ClippedPGLossFn):
             names = ("prev_logprobs", "generation_logprobs", "advantages")
             old, sampled, advantages = (data.get(name, mask)[:, -mask.shape[1] :] for name in names)
             trusted = self.selection.trusted(old, sampled, advantages, mask=mask)
-            kept = self.selection.tokens(entropies, advantages, 0.0, mask=trusted).mask
-            logprobs.register_hook(lambda gradient: torch.where(kept, gradient * trusted.weight, 0.0))
+            kept, _, _, _, weight = self.selection.tokens(entropies, advantages, 0.0, mask=trusted)
+            weight = trusted.weight if weight is None else trusted.weight * weight
+            logprobs.register_hook(lambda gradient: torch.where(kept, gradient * weight, 0.0))
             sums["d3s/token_share"] = kept.sum()
         loss, metrics = super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
         return loss, metrics | {name: total.item() / max(float(global_valid_toks), 1.0) for name, total in sums.items()}

@@ -21,20 +21,21 @@ Add this class to the union ``AlgoConfig`` there too, and ``"d3s": D3SAlgorithm`
     rollouts_end = 1.0
 
 Keep ``orchestrator.train.filter_zero_advantages`` on, which is prime-rl's default: dropped rollouts have the advantage
-0, and the filter leaves them out before they are sent to the trainer. The signatures were read at 559b447, 2026-08-21.
+0, and the filter leaves them out before they are sent to the trainer. torch is imported where it is needed, since
+prime-rl also imports algorithms in processes without it. The signatures were read at 559b447, 2026-08-21.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from prime_rl.orchestrator.algo.base import iter_trainable_traces
 from prime_rl.orchestrator.algo.grpo import GRPOAlgorithm
 from prime_rl.orchestrator.algo.routing import assign_advantages
 from prime_rl.orchestrator.utils import train_work
 
-import d3s_kernels as d3s
+if TYPE_CHECKING:
+    import d3s_kernels as d3s
 
 SECTION = "algo.selection."
 TAKEN = ("rollouts_start", "rollouts_end", "schedule_shape", "rollout_rule", "rollout_scope", "advantages_from")
@@ -47,6 +48,8 @@ def selection_of(config: Any) -> d3s.Selection:
         ValueError: a bad option, or one that prime-rl cannot follow; ends that differ without ``steps``. The message
             names it.
     """
+    import d3s_kernels as d3s
+
     for name, value in config.selection.items():
         if name not in TAKEN:
             takes = ", ".join(SECTION + each for each in TAKEN)
@@ -85,10 +88,14 @@ class D3SAlgorithm(GRPOAlgorithm):
 
     def progress(self, episodes: list[Any]) -> float:
         """The share of training that is done: from the policy's version with which this group was begun."""
+        import d3s_kernels as d3s
+
         return d3s.progress_of(train_work(episodes[0]).policy.start, self.steps or 0)
 
     async def score_group(self, episodes: list[Any]) -> None:
         """Assigns GRPO's advantages, and then 0 to the rollouts that are not kept."""
+        import torch
+
         await super().score_group(episodes)
         traces = [trace for _, trace in iter_trainable_traces(episodes)]
         of_tokens = [[value for node in trace.nodes for value in node.advantages or ()] for trace in traces]

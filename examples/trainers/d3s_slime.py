@@ -5,27 +5,28 @@ of options::
 
     --rollout-sample-filter-path d3s_slime.keep_rollouts
     --custom-reward-post-process-path d3s_slime.post_process_rewards  # always together with the line above
-    --loss-type custom_loss --custom-loss-function-path d3s_slime.token_loss  # in miles: d3s_slime.miles_token_loss
-    --custom-megatron-before-train-step-hook-path d3s_slime.start_step  # for a share of tokens that changes
     --custom-config-path d3s.yaml  # d3s_rollouts_start: 8, and so on
+
+Tokens, in slime; for miles, ``d3s_miles.py`` has them. With one training step for each rollout step, slime leaves out
+the pass before the update, whose entropies are needed, unless the loss is a "custom_loss", here slime's own::
+
+    --use-rollout-entropy --rollout-data-postprocess-path d3s_slime.choose_tokens
+    --loss-type custom_loss --custom-loss-function-path slime.backends.megatron_utils.loss.policy_loss_function
 
 The signatures were read in slime at 624b824 and in miles at 31f1ca9, 2026-08-21.
 """
 
 from importlib import import_module
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 import d3s_kernels as d3s
-from d3s_kernels.distributed import vocab_parallel_logprob_entropy
 
-Result: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")  # estimators whose rewards are normalised
-progress: float | None = None  # the share of training that is done, set by start_step
 
 
 def selection_of(args: Any) -> d3s.Selection:
@@ -76,55 +77,53 @@ def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
 
 def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     """The raw rewards, and the advantages of whole groups. The trainer would take them from the kept rollouts alone."""
-    seen = all("d3s_advantage" in sample.metadata for sample in samples)
-    require(seen, "rollout_sample_filter_path", args.rollout_sample_filter_path, "d3s_slime.keep_rollouts")
+    if not all("d3s_advantage" in sample.metadata for sample in samples):
+        path, ours = args.rollout_sample_filter_path, "d3s_slime.keep_rollouts"
+        require(path == ours, "rollout_sample_filter_path", path, ours)
+        require(False, "rollout_function_path", args.rollout_function_path, "one that calls the sample filter")
     return [s.get_reward_value(args) for s in samples], [s.metadata["d3s_advantage"] for s in samples]
 
 
-def start_step(args: Any, rollout_id: int, *_: Any) -> None:
-    global progress  # tells the loss how much of training is done
-    progress = d3s.progress_of(rollout_id, args.num_rollout)
+def choose_tokens(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """slime: the advantage 0 for tokens that are not chosen, and ``rollout/d3s/token_share`` as a metric. The pool
+    is the tokens of all data-parallel ranks until the next rollouts. ValueError: an option that does not fit."""
+    mpu = import_module("megatron.core.parallel_state")
+    if not mpu.is_pipeline_last_stage():
+        return  # the other stages have no loss
+    selection, group = selection_of_tokens(args, rollout_data, mpu), mpu.get_data_parallel_group()
+    require(args.use_rollout_entropy, "use_rollout_entropy", False, "True")
+    passed = "'custom_loss', so that slime has a pass before the update, which use_rollout_logprobs also leaves out"
+    require("entropy" in rollout_data, "loss_type", args.loss_type, passed)
+    entropy, done = torch.cat(rollout_data["entropy"]), d3s.progress_of(rollout_id, args.num_rollout)
+    rollout_data["advantages"], kept = chosen(selection, rollout_data, entropy, done, group)
+    numbers = torch.stack([kept.sum(), torch.cat(rollout_data["loss_masks"]).sum()])
+    dist.all_reduce(numbers, group=group)
+    rollout_data["d3s/token_share"] = numbers[0] / numbers[1].clamp(min=1)
 
 
-def token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
-    """slime's policy loss, with the advantage 0 at tokens that are not chosen, and ``d3s/token_share`` as a metric. The
-    pool is the micro-batches of all data-parallel ranks. ValueError: an option that does not fit."""
-    return on_chosen_tokens("slime.backends.megatron_utils.loss", args, batch, logits, reduce)
-
-
-def miles_token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
-    return on_chosen_tokens("miles.backends.training_utils.loss_hub.losses", args, batch, logits, reduce)
-
-
-def on_chosen_tokens(losses: str, args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
-    mpu, selection = import_module("megatron.core.parallel_state"), selection_of(args)
-    given, layout, lengths = selection.options, getattr(args, "qkv_format", "thd"), batch["response_lengths"]
-    start, end, context = given.token_ratio_start, given.token_ratio_end, mpu.get_context_parallel_world_size()
-    vocabulary, first = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank() * logits.shape[-1]
-    of_token = "one with a ratio for each token: in a sequence's, dropped tokens would keep a gradient"
-    require(args.advantage_estimator != "gspo", "advantage_estimator", "gspo", of_token)
+def selection_of_tokens(args: Any, data: dict[str, Any], mpu: Any) -> d3s.Selection:
+    """As :func:`selection_of`. ValueError, too: an option or a layout with which tokens cannot be chosen."""
+    selection = selection_of(args)
+    given, context = selection.options, mpu.get_context_parallel_world_size()
+    drawn, ranks = given.token_rule == "random" or selection.cuts, mpu.get_tensor_model_parallel_group().size()
+    require(args.advantage_estimator != "gspo", "advantage_estimator", "gspo", "one with a ratio for each token")
     require(context == 1, "context_parallel_size", context, "1, because a rank has parts of responses")
-    require(layout == "thd", "qkv_format", layout, "'thd'")
-    alone = given.token_rule != "random" or vocabulary.size() == 1
-    require(alone, "d3s_token_rule", "random", "another with tensor parallelism, whose ranks would draw others")
+    require(ranks == 1 or not drawn, "d3s_token_rule", given.token_rule, "another with tensor parallelism")
     require(given.loss_denominator == "all", "d3s_loss_denominator", "kept", "'all', which the trainer divides by")
     rule, corrected = given.off_policy_rule, any(vars(args).get(name) for name in ("use_tis", "use_rollout_logprobs"))
-    known = rule == "none" or ({"log_probs", "rollout_log_probs"} <= batch.keys() and not corrected)
+    # Both trainers give None for what was not computed.
+    known = rule == "none" or (data.get("log_probs") and data.get("rollout_log_probs") and not corrected)
     require(known, "d3s_off_policy_rule", rule, "'none' with use_tis or use_rollout_logprobs, or without log_probs")
-    require(start == end or progress is not None, "d3s_token_ratio_end", end, f"{start}, unless start_step is called")
-    of_responses = torch.cat([torch.arange(t) >= t - n for t, n in zip(batch["total_lengths"], lengths, strict=True)])
-    # The row before a token predicts it. Rows at the end are padding.
-    read = pad(of_responses[1:], (0, logits.shape[1] - len(of_responses) + 1)).to(logits.device)
-    no_label = torch.full_like(read, -100, dtype=torch.int64)
-    _, entropy = vocab_parallel_logprob_entropy(
-        logits[0].detach(), no_label, first, vocabulary, temperature=args.rollout_temperature or 1.0, mask=read
-    )
-    mask, advantages = torch.cat(batch["loss_masks"]), torch.cat(batch["advantages"])
-    offsets = torch.tensor([0, *lengths], device=logits.device).cumsum(0)
-    pool = {"offsets": offsets, "process_group": mpu.get_data_parallel_group()}
-    log_p, log_q = (torch.cat(batch.get(name, [entropy[read]])) for name in ("log_probs", "rollout_log_probs"))
-    trusted = selection.trusted(log_p, log_q, advantages, mask=mask, **pool)
-    kept = selection.tokens(entropy[read], advantages, progress or 0.0, mask=trusted, **pool).mask
-    changed = {**batch, "advantages": list((advantages * kept * trusted.weight).split(lengths))}
-    loss, metrics = import_module(losses).policy_loss_function(args, changed, logits, reduce)
-    return loss, {**metrics, "d3s/token_share": reduce(kept.float()).detach()}
+    return selection
+
+
+def chosen(selection: d3s.Selection, data: Any, entropy: Tensor, at: float, group: Any) -> tuple[list[Tensor], Tensor]:
+    """The advantages with the weights of the chosen tokens, 0 for the others; and which tokens are chosen."""
+    off_policy, lengths = selection.options.off_policy_rule != "none", data["response_lengths"]
+    mask, advantages = torch.cat(data["loss_masks"]), torch.cat(data["advantages"])
+    pool = {"offsets": torch.tensor([0, *lengths], device=entropy.device).cumsum(0), "process_group": group}
+    scores = (torch.cat(data[name]) if off_policy else None for name in ("log_probs", "rollout_log_probs"))
+    trusted = selection.trusted(*scores, advantages, mask=mask, **pool)
+    tokens = selection.tokens(entropy, advantages, at, mask=trusted, **pool)
+    weight = trusted.weight * (tokens.mask if tokens.weight is None else tokens.weight)
+    return list((advantages * weight).split(lengths)), tokens.mask

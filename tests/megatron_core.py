@@ -1,0 +1,67 @@
+"""A stand-in for parts of megatron-core, on the groups of ranks without a GPU. Written from 0.16.1."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def parallel_state(vocabulary: Any, rank: int, data: Any, context: int = 1, last_stage: bool = True) -> Any:
+    """``megatron.core.parallel_state`` of one rank."""
+    return SimpleNamespace(
+        get_context_parallel_world_size=lambda: context,
+        get_tensor_model_parallel_group=lambda: vocabulary,
+        get_tensor_model_parallel_rank=lambda: rank,
+        get_data_parallel_group=lambda: data,
+        is_pipeline_last_stage=lambda: last_stage,
+    )
+
+
+class Gather(torch.autograd.Function):
+    """``_GatherFromSequenceParallelRegion``: its backward sums the ranks' gradients, or takes this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, is_partial: bool, group: Any) -> Tensor:
+        ctx.is_partial, ctx.group = is_partial, group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_partial:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None, None
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None, output_split_sizes: Any = None,
+    use_global_buffer: bool = False,
+) -> Tensor:  # fmt: skip
+    """``tensor_parallel/mappings.py``; without a group, all ranks share a layer."""
+    return Gather.apply(input_, tensor_parallel_output_grad, group or dist.group.WORLD)
+
+
+TENSOR_PARALLEL = {
+    "megatron.core.tensor_parallel": SimpleNamespace(
+        gather_from_sequence_parallel_region=gather_from_sequence_parallel_region
+    )
+}
+
+
+@contextmanager
+def installed(modules: dict[str, Any]) -> Iterator[None]:
+    """These modules can be imported by their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        yield
