@@ -32,7 +32,7 @@ _BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name
 
 @dataclass
 class D3SOptions(SelectionOptions):
-    """The options of ``trainer.v1.d3s_sync``: the options of a selection, and ``sampling_mask_field``."""
+    """The options of our trainer modes: the options of a selection, and ``sampling_mask_field``."""
 
     sampling_mask_field: str | None = option(None, "the rows' field that has the sets of sampled tokens", _FIELD)
 
