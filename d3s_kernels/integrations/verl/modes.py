@@ -1,15 +1,15 @@
-"""The names of our trainer modes. Refuses them and their options where verl would ignore them."""
+"""Refuses our trainer modes and their options where verl would ignore them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from omegaconf import OmegaConf
 from verl.utils import device
 
+from .options import Mode
 from .replaced import Replaced
 
-Mode = Literal["d3s_sync", "d3s_colocate_async", "d3s_separate_async"]
 # verl's older asynchronous trainers, which read nothing of ``trainer.v1``, by a section that only they have.
 _OLDER = {"async_training": "fully_async_policy", "rollout": "one_step_off_policy"}
 

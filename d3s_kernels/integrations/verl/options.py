@@ -21,6 +21,8 @@ from ...selection_options import (
 from ...tokens import TokenRule
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+Mode = Literal["d3s_sync", "d3s_colocate_async", "d3s_separate_async"]
+"""The names of our trainer modes."""
 
 _FIELD = Takes(
     lambda value: value is None or (isinstance(value, str) and value != ""),

@@ -44,8 +44,7 @@ from ...shared_tokens import shared_tokens
 from ...trust import TrustedTokens, weighs
 from .checks import require_config, require_head, require_sets, require_used
 from .cuts import FIELDS, WEIGHED, WEIGHT, Plan, plan_of, refusals, shortened
-from .modes import Mode
-from .options import POLICY_LOSS, D3SOptions
+from .options import POLICY_LOSS, D3SOptions, Mode
 from .rows import rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
 
