@@ -115,9 +115,9 @@ def test_what_is_replaced_is_put_back(tmp_path: Path) -> None:
         """
 import inspect
 import verl
-from d3s_kernels.integrations.verl import entropy, head, plugin
+from d3s_kernels.integrations.verl import entropy, head, modes, plugin
 from verl.workers import engine_workers
-rows = [row for module in (entropy, head) for row in module.REPLACED]
+rows = [row for module in (entropy, head, modes) for row in module.REPLACED]
 def ours():
     held = [getattr(row.owner, row.name) for row in rows] + [engine_workers.ppo_loss]
     return ["integrations/verl" in inspect.getsourcefile(getattr(one, "__code__", one)) for one in held]
@@ -132,7 +132,7 @@ print(any(ours()))
 """,
         tmp_path,
     )
-    assert found.stdout.split() == ["8", "True", "False", "True", "8", "False"], found.stderr
+    assert found.stdout.split() == ["9", "True", "False", "True", "9", "False"], found.stderr
 
 
 @pytest.mark.slow("what is said to who imports a part of ours before verl")

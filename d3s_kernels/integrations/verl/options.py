@@ -21,6 +21,8 @@ from ...selection_options import (
 from ...tokens import TokenRule
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+Mode = Literal["d3s_sync", "d3s_colocate_async", "d3s_separate_async"]
+"""The names of our trainer modes."""
 
 _FIELD = Takes(
     lambda value: value is None or (isinstance(value, str) and value != ""),
@@ -32,7 +34,7 @@ _BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name
 
 @dataclass
 class D3SOptions(SelectionOptions):
-    """The options of ``trainer.v1.d3s_sync``: the options of a selection, and ``sampling_mask_field``."""
+    """The options of our trainer modes: the options of a selection, and ``sampling_mask_field``."""
 
     sampling_mask_field: str | None = option(None, "the rows' field that has the sets of sampled tokens", _FIELD)
 

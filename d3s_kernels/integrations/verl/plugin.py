@@ -23,6 +23,7 @@ _SETTINGS = {
     "entropy": "actor.policy_loss.entropy_source",
     "head": "model.fused_kernel_options.impl_backend=d3s",
     "trainer": "trainer.v1.trainer_mode=d3s_sync",
+    "modes": "the refusal of trainer.v1.d3s_sync where verl ignores it",
 }
 _replaced: list[tuple[Replaced, Any, Any]] = []  # the replacements that were made, each with the original and ours
 _installed: set[str] = set()
@@ -39,7 +40,7 @@ def install() -> None:
         before = len(_replaced)
         try:
             loaded = importlib.import_module(f"{__package__}.{module}")
-            if getattr(loaded.__spec__, "_initializing", False) and module in ("entropy", "head"):
+            if getattr(loaded.__spec__, "_initializing", False) and module in ("entropy", "head", "modes"):
                 raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
             for replaced in getattr(loaded, "REPLACED", ()):
                 _replace(replaced)

@@ -1,9 +1,10 @@
-"""The trainer mode ``d3s_sync``: verl's synchronous V1 trainer with updates on only the chosen rollouts and tokens.
+"""The trainer modes ``d3s_sync``, ``d3s_colocate_async`` and ``d3s_separate_async``: verl's V1 trainers with updates on
+only the chosen rollouts and tokens.
 
-:meth:`D3STrainerSync._balance_batch` chooses the rollouts. It runs after the rewards and before the old
-log-probabilities are computed. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the old policy's
-entropies, which verl stores together with the old log-probabilities. Both methods run in the driver, on CPU tensors. If
-rollouts are cut at random, one of the two cuts them (:class:`.cuts.Plan`).
+:meth:`D3STrainer._balance_batch` chooses the rollouts. It runs after the rewards and before the old log-probabilities
+are computed. :meth:`D3STrainer._compute_advantage` chooses the tokens by the old policy's entropies, which verl stores
+together with the old log-probabilities. Both methods run in the driver, on CPU tensors. If rollouts are cut at random,
+one of the two cuts them (:class:`.cuts.Plan`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -41,21 +44,19 @@ from ...shared_tokens import shared_tokens
 from ...trust import TrustedTokens, weighs
 from .checks import require_config, require_head, require_sets, require_used
 from .cuts import FIELDS, WEIGHED, WEIGHT, Plan, plan_of, refusals, shortened
-from .options import POLICY_LOSS, D3SOptions
+from .options import POLICY_LOSS, D3SOptions, Mode
 from .rows import rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
 
-MODE = "d3s_sync"
-SECTION = f"trainer.v1.{MODE}"
 _NORMALISES_GROUPS = ("grpo", "grpo_vectorized")  # estimators: verl's names
 # In these losses, a token with advantage 0 still has a gradient.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
 _LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
 
 
-@register_trainer(MODE)
-class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
-    """verl's synchronous V1 trainer with D3S. ``docs/verl.md`` describes its options, ``trainer.v1.d3s_sync``.
+class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
+    """What D3S adds to each of verl's V1 trainers. ``docs/verl.md`` describes the options, which have the mode's name,
+    such as ``trainer.v1.d3s_sync``.
 
     Raises:
         ValueError: a bad or unknown option, or a configuration that the mode does not support; the message names the
@@ -65,13 +66,15 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         ``python -m verl.trainer.main_ppo trainer.v1.trainer_mode=d3s_sync +trainer.v1.d3s_sync.rollouts_start=4 ...``
     """
 
+    mode: Mode
+
     def __init__(self, config: Any) -> None:
-        self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
+        self.d3s = options_from(D3SOptions, config.trainer.v1.get(self.mode) or {}, f"trainer.v1.{self.mode}.")
         self._selection = Selection(self.d3s)
-        _require(config, self.d3s)
+        _require(config, self.d3s, self.mode)
         self._plan = plan_of(config, self.d3s)
-        # Several parts of verl test whether the mode is "sync": the replay buffer, prompts, refills and checkpoints.
-        with _values(config, {"trainer.v1.trainer_mode": "sync"}):
+        # Several parts of verl read the mode: the replay buffer, prompts, refills, checkpoints and local updates.
+        with _values(config, {"trainer.v1.trainer_mode": self.mode.removeprefix("d3s_")}):
             super().__init__(config)
         self._rows = (0, 0)  # the numbers of rows before and after the step's selection; (0, 0): no selection yet
         self._tokens_are_chosen = False  # whether this step has chosen its tokens
@@ -91,10 +94,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, what: Literal["rollouts", "tokens"]) -> torch.Generator:
-        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step and ``what``, so the
-        generator draws the same values again after a resume.
+        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step, its local update
+        (separate_async has several) and ``what``, so the generator draws the same values again after a resume.
         """
-        seed = 1_000_003 * (self.config.data.get("seed") or 0) + self.global_steps
+        update = self.global_steps * self.parameter_sync_step + self.local_trigger_step
+        seed = 1_000_003 * (self.config.data.get("seed") or 0) + update
         return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
@@ -134,7 +138,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         that this class overrides.
         """
         if self._rows == (0, 0):
-            raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
+            raise RuntimeError(f"{self.mode}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Lets verl compute the old log-probabilities. With sampling masks, checks the sets before verl's computation,
@@ -251,7 +255,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         call, these options are set such that the product is the result of :meth:`_get_required_batch_multiple`.
         """
         if not self._tokens_are_chosen:
-            raise RuntimeError(f"{MODE}: no tokens were chosen in this step: verl has not called _compute_advantage")
+            raise RuntimeError(
+                f"{self.mode}: no tokens were chosen in this step: verl has not called _compute_advantage"
+            )
         self._rows, self._tokens_are_chosen = (0, 0), False
         rows = {
             "actor_rollout_ref.actor.ppo_mini_batch_size": self._rows_of_an_update,
@@ -261,8 +267,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             batch = super()._update_actor(self._noted(batch), metrics)
         if self._plan.weighs_others and self._selection.cuts and metrics.pop(WEIGHED, None) is None:
             raise RuntimeError(
-                f"{SECTION}.token_rule={self.d3s.token_rule}: the workers have not weighed the KL loss and the entropy "
-                "bonus. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
+                f"trainer.v1.{self.mode}.token_rule={self.d3s.token_rule}: the workers have not weighed the KL loss "
+                "and the entropy bonus. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
             )
         if self._responses:  # verl's metrics and dumps read the responses
             fields = list_of_dict_to_tensordict([{"responses": each} for each in self._responses.values()])
@@ -371,27 +377,57 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
 
 
-def _require(config: Any, options: D3SOptions) -> None:
+@register_trainer("d3s_sync")
+class D3STrainerSync(D3STrainer, PPOTrainerSync):  # type: ignore[misc]
+    """The mode ``d3s_sync``: verl's synchronous trainer with D3S."""
+
+    mode = "d3s_sync"
+
+
+@register_trainer("d3s_colocate_async")
+class D3STrainerColocateAsync(D3STrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
+    """The mode ``d3s_colocate_async``: verl's asynchronous trainer on the rollout's GPUs, with D3S."""
+
+    mode = "d3s_colocate_async"
+
+
+@register_trainer("d3s_separate_async")
+class D3STrainerSeparateAsync(D3STrainer, PPOTrainerSeparateAsync):  # type: ignore[misc]
+    """The mode ``d3s_separate_async``: verl's asynchronous trainer on GPUs of its own; each local update chooses."""
+
+    mode = "d3s_separate_async"
+
+
+def _require(config: Any, options: D3SOptions, mode: Mode) -> None:
     """Raises a ValueError for a configuration that the trainer does not support."""
+    section = f"trainer.v1.{mode}"
     (require_head if options.sampling_mask_field is None else require_config)(config)
     algorithm, policy_loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     estimator, loss = str(algorithm.adv_estimator), policy_loss.get("loss_mode", "vanilla")
-    of_groups, or_kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
+    of_groups, or_kept = options.advantages_from == "all", f"or {section}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
     correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
     cuts = Selection(options).cuts
     bypass, weighs_by = correction.get("bypass_mode", False), correction.get("rollout_is")
     reads_log_probs = rule != "none" and not config.actor_rollout_ref.rollout.calculate_log_probs
     has_gradient = options.loss_denominator == "all" and not cuts and loss in _NOT_SILENT_AT_ADVANTAGE_0
+    sets, skips = options.sampling_mask_field, OmegaConf.select(config, "skip.rollout_tq.enable")
     for refused, key, value, takes in (
+        (
+            sets and mode != "d3s_sync", f"{section}.sampling_mask_field", sets,
+            "null: verl's client of interrupted rollouts drops the sets",
+        ),
+        (  # verl would read the number of local updates from the section of our mode
+            skips and mode == "d3s_separate_async", "skip.rollout_tq.enable", skips, "False",
+        ),
         (bypass, "algorithm.rollout_correction.bypass_mode", bypass, "False: tokens need the old policy's entropy"),
         (
             weighs(rule) and weighs_by, "algorithm.rollout_correction.rollout_is", weighs_by,
-            f"null: {SECTION}.off_policy_rule weighs by the same ratios",
+            f"null: {section}.off_policy_rule weighs by the same ratios",
         ),
         (
             reads_log_probs, "actor_rollout_ref.rollout.calculate_log_probs", False,
-            f"True with {SECTION}.off_policy_rule, which reads them",
+            f"True with {section}.off_policy_rule, which reads them",
         ),
         (config.critic.enable, "critic.enable", config.critic.enable, no_critic),
         (estimator == "gae", "algorithm.adv_estimator", estimator, no_critic),
@@ -403,15 +439,15 @@ def _require(config: Any, options: D3SOptions) -> None:
             of_groups and algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward", True,
             f"False, {or_kept}: the divergence of dropped rollouts is not computed",
         ),
-        (loss == "d3s", f"{POLICY_LOSS}.loss_mode", loss, f"another one: {MODE} chooses the tokens"),
+        (loss == "d3s", f"{POLICY_LOSS}.loss_mode", loss, f"another one: {mode} chooses the tokens"),
         (
-            has_gradient, f"{SECTION}.loss_denominator", "all",
+            has_gradient, f"{section}.loss_denominator", "all",
             f"'kept': with {loss}, tokens of advantage 0 have a gradient",
         ),
         *(refusals(config, options.token_rule) if cuts else ()),
     ):  # fmt: skip
         if refused:
-            raise ValueError(f"{key}: got {value!r}; {MODE} takes {takes}")
+            raise ValueError(f"{key}: got {value!r}; {mode} takes {takes}")
 
 
 @contextmanager
