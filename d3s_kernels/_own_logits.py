@@ -163,8 +163,9 @@ def _bodies(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _undisturbed(head: ModelHead) -> Iterator[None]:
-    """Runs a ``with`` block without gradients and without compilation, and restores the random states afterwards. On a
-    CPU, eager attention replaces flash attention during the block.
+    """Runs a ``with`` block without gradients and without compilation, and restores the random states afterwards.
+    During the block, eager attention replaces an attention that takes a prefix tree (TRL's, in asynchronous training)
+    and, on a CPU, flash attention.
     """
     devices = {value.device for value in head.model.parameters()}
     kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)
@@ -177,12 +178,12 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and an import would take a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
-        if kind is None and any("flash" in name for _, name in attention):
+        replaced = [part for part, name in attention if "tree" in name or (kind is None and "flash" in name)]
+        if replaced:
             for part, name in reversed(attention):  # the config is restored first, since this also sets its parts
                 stack.callback(setattr, part, "_attn_implementation", name)
-            for part, name in attention:
-                if "flash" in name:
-                    part._attn_implementation = "eager"
+            for part in replaced:
+                part._attn_implementation = "eager"
         yield
 
 

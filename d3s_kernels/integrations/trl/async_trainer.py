@@ -18,28 +18,17 @@ import torch
 import trl
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer as trl_async
-from trl.trainer.utils import pad as padded
 
 from ...denominators import only_through
 from ...heads import read_head
-from ...metrics import (
-    NOT_FINITE,
-    OFF_POLICY_SHARE,
-    PARTIAL_GROUPS,
-    REWARD,
-    SHARED_SHARE,
-    rollout_metrics,
-    token_metrics,
-    token_sums,
-    token_weights,
-)
+from ...metrics import NOT_FINITE, PARTIAL_GROUPS, REWARD, SHARED_SHARE, rollout_metrics
 from ...prefixes import Prefixes
 from ...rollouts import groups_without_spread
 from ...schedule import progress_of
 from ...selection import Selection, in_groups
-from ...tokens import TokenSelection
 from ...trust import weighs
 from .._transformers import RunWithBudget
 from .._versions import untested
@@ -117,10 +106,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         if not isinstance(args, D3SAsyncGRPOConfig):
             raise TypeError(f"args: got a {type(args).__name__}; takes a D3SAsyncGRPOConfig")
         super().__init__(model, reward_funcs, args, *more, **options)
-        config = self.accelerator.unwrap_model(self.model).config
-        tree, config._attn_implementation = config._attn_implementation, "eager"  # the check has no tree
         check_head(self.accelerator.unwrap_model(self.model))
-        config._attn_implementation = tree
         self.num_generations, self._selection = args.num_generations, Selection(args)
         self._draws_of_cuts = torch.Generator().manual_seed(args.seed + 499_979)
         if self.rollout_queue is not None and not args.keep_all:  # the main process has the queue
@@ -156,9 +142,9 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         advantages[too_long > 0] = torch.nan
         if not advantages.isfinite().any():
             raise ValueError(
-                f"advantage: got {', '.join(f'{rollout.advantage:g}' for rollout in rollouts[:4])}, ... for the "
-                f"{len(rollouts)} rollouts of a window, {int((too_long > 0).sum())} of them with samples longer than "
-                f"token_budget {self.args.token_budget}; takes a finite one, of a sample that fits, for at least one"
+                f"advantage: got {rollouts[0].advantage:g}, ... for the {len(rollouts)} rollouts of a window, of which "
+                f"{int((too_long > 0).sum())} are longer than token_budget {self.args.token_budget}; takes a finite "
+                "one of a rollout that fits"
             )
         found = [rollout.first.metrics.get("reward") for rollout in rollouts]
         rewards = None if None in found else torch.tensor(found, dtype=torch.float32)
@@ -187,23 +173,17 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         return bool(self.args.token_budget and 0 < self.args.token_budget < len(sample.input_ids))
 
     def _leave_out_shared_tokens(self, rollouts: list[Rollout], advantages: Tensor) -> None:
-        samples = [(place, sample) for place, rollout in enumerate(rollouts) for sample in rollout.samples.values()]
-        lengths = torch.tensor([len(sample.input_ids) for _, sample in samples])
+        rows = [(place, sample) for place, rollout in enumerate(rollouts) for sample in rollout.samples.values()]
         ids, mask = (
-            torch.from_numpy(np.concatenate([getattr(sample, name) for _, sample in samples]))
+            pad_sequence([torch.from_numpy(getattr(sample, name)) for _, sample in rows], batch_first=True)
             for name in ("input_ids", "completion_mask")
         )
-        unshared = self._selection.candidates(
-            ids, advantages[[place for place, _ in samples]], mask, offsets=pad(lengths.cumsum(dim=0), (1, 0)),
-            groups=[sample.group_id for _, sample in samples],
-        )  # fmt: skip
-        shared = tokens = 0
-        for (place, sample), own in zip(samples, torch.split(unshared, lengths.tolist()), strict=True):
-            sample.completion_mask = with_weight(sample.completion_mask, own.float())
-            if rollouts[place].kept:
-                tokens += sample.completion_mask.tokens
-                shared += sample.completion_mask.tokens - int(own.sum())
-        self._metrics["train"][SHARED_SHARE].append((float(shared), float(tokens)))
+        of_row, groups = advantages[[place for place, _ in rows]], [sample.group_id for _, sample in rows]
+        unshared = self._selection.candidates(ids, of_row, mask, groups=groups)
+        for (_, sample), own in zip(rows, unshared.float(), strict=True):
+            sample.completion_mask = with_weight(sample.completion_mask, own[: len(sample.input_ids)])
+        tokens = mask.bool() & torch.tensor([[rollouts[place].kept] for place, _ in rows])
+        self._metrics["train"][SHARED_SHARE].append((float((tokens & ~unshared).sum()), float(tokens.sum())))
 
     def _prepared(self, rollout: Rollout, sample: Any) -> Any:
         """Returns a sample with its rollout's advantage and, with a rule that cuts, up to a random cut."""
@@ -223,12 +203,13 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         """Returns TRL's data loader, with our fields in its batches."""
         loader = super().get_train_dataloader()
         if self.accelerator.is_main_process:
-            source, collator = getattr(loader.dataset, "dataset", None), loader.collate_fn
-            for part, known in (
-                (loader.dataset, (trl_async.FixedCountBatcher, trl_async.TokenBudgetBatcher)),
-                (source, (trl_async.RolloutQueueDataset,)),
-                (collator, (trl_async.DataCollatorForRollout,)),
-                (getattr(source, "queue", None), (type(self.rollout_queue),)),
+            batcher, collator = loader.dataset, loader.collate_fn
+            source = getattr(batcher, "dataset", None)
+            for part, *known in (
+                (batcher, trl_async.FixedCountBatcher, trl_async.TokenBudgetBatcher),
+                (source, trl_async.RolloutQueueDataset),
+                (getattr(source, "queue", None), type(self.rollout_queue)),
+                (collator, trl_async.DataCollatorForRollout),
             ):
                 if type(part) not in known:
                     takes = " or ".join(kind.__name__ for kind in known)
@@ -242,7 +223,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         # TRL's loss terms: of each sample in turn, the tokens of the mask, without a first token.
         weights = [torch.cat([_weight(mask)[1:][mask[1:] > 0] for mask in of_row]) for of_row in masks]
         tokens = sum(getattr(mask, "tokens", mask[1:].sum()) for of_row in masks for mask in of_row)
-        batch[WEIGHT] = padded(weights, padding_value=0)
+        batch[WEIGHT] = pad_sequence(weights, batch_first=True)
         batch[TOKENS], batch[GROUPS_DONE] = (torch.full((len(rows),), n) for n in (int(tokens), self._count_groups()))
         return batch
 
@@ -283,7 +264,16 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
             process_group=self._process_group,
         )  # fmt: skip
         kept, weight = chosen.mask, left.weight if chosen.weight is None else left.weight * chosen.weight
-        factor = self._log_terms(terms, chosen, entropy.detach(), trusted.mask, left.mask)
+        totals = self._sum_tokens(
+            kept, torch.ones_like(kept), entropy.detach(), terms["advantages"], left.mask, trusted.mask
+        )
+        asked = self._selection.token_share(self._progress)
+        self._log(*self._metrics_of(totals, chosen.threshold, asked, may_be_off_policy=rule != "none"))
+        self._count_tokens(totals[[0, 1, 7, 8]].long().tolist())
+        if self.args.loss_denominator == "kept":
+            factor = (totals[6] / totals[0].clamp(min=1)).float()
+        else:  # TRL divides by the number of terms, which are those before the cuts
+            factor = terms.inputs["global_n_tokens"][0] / terms.inputs[TOKENS][0]
         with_gradient = torch.zeros_like(outputs.log_probs, dtype=torch.int32).flatten()
         head.kept = HostNumber((with_gradient.index_add(0, terms.positions, kept.int()) > 0).sum())
         if logprob.requires_grad:
@@ -293,26 +283,6 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         ours = torch.where(trusted.mask, as_one if weighs(rule) else logprob, as_one)
         self._loss_was_ours = True
         return SimpleNamespace(log_probs=ours, entropy=entropy, aux_loss=outputs.aux_loss)
-
-    def _log_terms(
-        self, terms: Terms, chosen: TokenSelection, entropy: Tensor, trusted: Tensor, left: Tensor
-    ) -> Tensor:
-        """Logs the metrics of a choice of terms. Returns the factor that makes gradients a mean over kept terms."""
-        everything = torch.ones_like(trusted)
-        sums = token_sums(chosen.mask, everything, entropy, terms["advantages"])
-        more = torch.stack([part.sum() for part in (left, trusted, chosen.mask & trusted)])
-        totals: Tensor = self.accelerator.reduce(torch.cat([sums, more]), reduction="sum")
-        number, number_all, number_left, number_trusted = totals[[0, 1, 6, 7]]
-        metrics = token_metrics(totals[:6], chosen.threshold, self._selection.token_share(self._progress))
-        weights = token_weights(totals[:6], chosen.threshold)
-        if self.args.off_policy_rule != "none":
-            metrics[OFF_POLICY_SHARE], weights[OFF_POLICY_SHARE] = 1 - number_trusted / number_all, number_all
-        self._log(metrics, weights)
-        self._count_tokens(totals[[0, 1, 7, 8]].long().tolist())
-        if self.args.loss_denominator == "kept":
-            return (number_left / number.clamp(min=1)).float()
-        # TRL divides by the number of terms, which are those before the cuts.
-        return terms.inputs["global_n_tokens"][0] / terms.inputs[TOKENS][0]
 
     def _count(self, name: str, numbers: Tensor) -> None:
         if number := float(numbers.sum()):

@@ -1,11 +1,14 @@
-"""Counts the tokens that a run trains on, and warns of an update without a policy gradient."""
+"""Counts the tokens of a micro-batch and of a run, and warns of an update without a policy gradient."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-from ...metrics import OFF_POLICY_SHARE
+import torch
+from torch import Tensor
+
+from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
 
 
 class CountsTokens:
@@ -21,6 +24,29 @@ class CountsTokens:
     def train(self, *arguments: Any, **options: Any) -> Any:
         self._counted_in_update = (0, 0, 0, 0)  # a new run starts a new update
         return super().train(*arguments, **options)  # type: ignore[misc]  # of the trainer
+
+    def _sum_tokens(
+        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, left: Tensor, weighted: Tensor,
+        measured: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns sums over a micro-batch of all processes, float64 ``[9]``: those of
+        :func:`d3s_kernels.metrics.token_sums`; then the numbers of the tokens that were left to choose from, of those
+        whose loss has a weight above 0, and of the kept ones of these.
+        """
+        sums = token_sums(kept, mask, entropy, advantages, measured)
+        more = torch.stack([part.sum() for part in (left, weighted, kept & weighted)])
+        totals: Tensor = self.accelerator.reduce(torch.cat([sums, more]), reduction="sum")
+        return totals
+
+    @staticmethod
+    def _metrics_of(
+        totals: Tensor, threshold: Tensor, asked: float, may_be_off_policy: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the metrics that follow from :meth:`_sum_tokens`, and of how many tokens they are means, if any."""
+        metrics, weights = token_metrics(totals[:6], threshold, asked), token_weights(totals[:6], threshold)
+        if may_be_off_policy:
+            metrics[OFF_POLICY_SHARE], weights[OFF_POLICY_SHARE] = 1 - totals[7] / totals[1], totals[1]
+        return metrics, weights
 
     def _count_tokens(self, numbers: list[int]) -> None:
         """Counts a micro-batch's tokens, over all processes, and logs what was counted.

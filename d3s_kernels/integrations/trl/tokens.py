@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...denominators import gradient_weights, only_through
-from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
 from ...prefixes import Prefixes
 from ...ratios import espo_terms
 from ...tokens import TokenSelection
@@ -252,22 +251,20 @@ class ChoosesTokens(CountsTokens, Scoring):
         number of kept tokens and the number of tokens that were left to choose from, and the mean entropy.
         """
         trusted = inputs["d3s_trusted"]
-        on_policy = weighted(inputs, trusted)
-        sums = token_sums(kept, mask, entropy, inputs["advantages"].unsqueeze(1), measured)
-        more = torch.stack([part.sum() for part in (without_shared(inputs, trusted), on_policy, kept & on_policy)])
-        totals: Tensor = self.accelerator.reduce(torch.cat([sums, more]), reduction="sum")
+        totals = self._sum_tokens(
+            kept, mask, entropy, inputs["advantages"].unsqueeze(1), without_shared(inputs, trusted),
+            weighted(inputs, trusted), measured,
+        )  # fmt: skip
         number, number_all, _, number_measured, entropy_kept, entropy_dropped, number_left, *of_weights = totals
+        asked = float(inputs[ASKED]) if ASKED in inputs else self._selection.token_share(self._progress)
+        may_be_off_policy = self.args.off_policy_rule != "none" or RATIO in inputs
+        metrics, weights = self._metrics_of(totals, threshold, asked, may_be_off_policy)
         rows = number.new_tensor(len(kept))
         of_ratios = number_all if self.importance_sampling_level == "token" or self._espo else rows
-        weights = token_weights(totals[:6], threshold) | {
-            "entropy": number_measured, "kl": number_all, OFF_POLICY_SHARE: number_all,
-            "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
+        weights |= {
+            "entropy": number_measured, "kl": number_all, "cispo_clip_ratio": of_ratios, "vespo/phi_seq_mean": rows,
             **{f"clip_ratio/{part}_mean": of_ratios for part in ("low", "high", "region")},
         }  # fmt: skip
-        asked = float(inputs[ASKED]) if ASKED in inputs else self._selection.token_share(self._progress)
-        metrics = token_metrics(totals[:6], threshold, asked)
-        if self.args.off_policy_rule != "none" or RATIO in inputs:
-            metrics[OFF_POLICY_SHARE] = 1 - of_weights[0] / number_all
         self._log(metrics, weights)
         self._just_counted = HostNumber(torch.stack([number, number_all, *of_weights]))
         return torch.stack([number, number_left]).float(), (entropy_kept + entropy_dropped) / number_measured
