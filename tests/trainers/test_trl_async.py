@@ -266,6 +266,29 @@ def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
         torch.testing.assert_close(ours, d3s.group_advantages(theirs))
 
 
+def test_gradient_of_conversations_with_several_samples(made: AsyncGRPOTrainer) -> None:
+    """Every third rollout has two samples that begin alike and have one advantage. Both are kept, or none."""
+    rollouts = [[one] for one in recorded(2, seed=6)]
+    for parts in rollouts[::3]:
+        (first,) = parts
+        first.completion = [{"role": role, "content": str(id(first))} for role in ("assistant", "tool", "assistant")]
+        parts.append(copy.copy(first))
+        parts[1].input_ids = np.append(first.input_ids[:-2], [50, EOS])
+    advantages = torch.tensor([parts[0].advantage for parts in rollouts]).view(2, GROUP)
+    expected = d3s.select_rollouts(advantages, 4).flatten().nonzero().flatten().tolist()
+    samples = [one for place in expected for one in rollouts[place]]
+    assert len(samples) > 8
+    sizes = {"window_groups": 2, "per_device_train_batch_size": len(samples)}
+    with_options(made, [one for parts in rollouts for one in parts], **sizes)
+    loader = made.get_train_dataloader()
+    batch = loader.collate_fn([next(iter(loader.dataset))])
+    made.compute_loss(made.model, batch).backward()
+    tokens = sum(len(one.input_ids) for one in samples)
+    assert int(batch["global_n_forward_tokens"][0]) < tokens - 3 * len(samples) / 2  # beginnings once
+    for own, right in zip(made.model.parameters(), expected_gradient(samples, made.args), strict=True):
+        torch.testing.assert_close(own.grad.double(), right, atol=3e-5, rtol=1e-3)
+
+
 def test_tokens_that_are_cut_are_not_forwarded(made: AsyncGRPOTrainer) -> None:
     """A token's weight is 1 / P(it is before the cut), where cuts are uniform: T / (T - t + 1) for the t-th of T."""
     samples = recorded(2, seed=5)
