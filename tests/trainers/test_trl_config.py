@@ -225,6 +225,10 @@ def test_other_versions_of_trl_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(trl, "__version__", version)
         with pytest.raises(ImportError, match=rf"found trl {version}; takes trl>=1\.15,<1\.17, .* D3S_TRL_UNTESTED=1"):
             importlib.reload(integration)
+    for version in ("1.15.0", "1.17.0"):  # prefix trees came with 1.16
+        monkeypatch.setattr(trl, "__version__", version)
+        with pytest.raises(ImportError, match=rf"found trl {version}; takes trl>=1\.16,<1\.17"):
+            integration.D3SAsyncGRPOTrainer  # noqa: B018  # its import is refused
     monkeypatch.setenv("D3S_TRL_UNTESTED", "1")
     with pytest.warns(RuntimeWarning, match=r"found trl 1\.17\.0; takes trl>=1\.15,<1\.17, which the tests cover"):
         assert untested("trl", "1.17.0", "1.15", "1.17", "tests/trainers") is None

@@ -35,4 +35,6 @@ def __getattr__(name: str) -> Any:
     modules = {"D3SAsyncGRPOConfig": "async_config", "D3SAsyncGRPOTrainer": "async_trainer"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if (wrong := untested("trl", trl.__version__, "1.16", "1.17", "tests/trainers")) is not None:
+        raise ImportError(wrong)
     return getattr(import_module(f".{modules[name]}", __name__), name)

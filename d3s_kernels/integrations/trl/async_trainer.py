@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import trl
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -31,15 +30,11 @@ from ...schedule import progress_of
 from ...selection import Selection, in_groups
 from ...trust import weighs
 from .._transformers import RunWithBudget
-from .._versions import untested
 from .async_config import D3SAsyncGRPOConfig
 from .async_window import Rollout, RolloutWindow
 from .counts import CountsTokens
 from .head import HostNumber, OurHead, check_head, d3s_head, updates_alone
 from .scoring import UnknownTRL
-
-if (_wrong := untested("trl", trl.__version__, "1.16", "1.17", "tests/trainers")) is not None:
-    raise ImportError(_wrong)
 
 OVERSIZE = "batch/dropped_oversize_total"  # TRL's counter of the samples that are longer than token_budget
 WEIGHT, TOKENS, GROUPS_DONE = "d3s_weight", "d3s_tokens", "d3s_groups_done"  # fields of a micro-batch
