@@ -205,7 +205,7 @@ def expected_gradient(samples: list[Any], args: D3SAsyncGRPOConfig) -> list[torc
     constant, weight = ratio.detach(), torch.ones_like(old)
     trusted = torch.ones_like(old, dtype=torch.bool)
     if args.off_policy_rule == "token_mask":
-        trusted = (constant >= 0.5) & (constant <= 1.5)
+        trusted = (constant >= args.off_policy_low) & (constant <= args.off_policy_high)
         weight = constant
     elif args.off_policy_rule == "token_truncate":
         weight = constant.clamp(0.9, 1.2)
@@ -219,7 +219,7 @@ def expected_gradient(samples: list[Any], args: D3SAsyncGRPOConfig) -> list[torc
     kept = torch.zeros_like(left)
     kept[score.argsort(descending=True)[:number]] = True
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    loss = -(weight * advantages * logprob if args.off_policy_rule.startswith("token_") else clipped * own)
+    loss = -(weight * advantages * logprob if args.off_policy_rule.startswith("token_") else clipped) * own
     total = sum(getattr(one.completion_mask, "tokens", int(one.completion_mask.sum())) for one in samples)
     scale = len(old) * number / int(left.sum()) if args.loss_denominator == "kept" else total
     return list(torch.autograd.grad(loss[kept].sum() / scale, list(policy.parameters()), allow_unused=True))
@@ -229,22 +229,20 @@ CHOICES = {
     "rollouts and tokens": {},
     "over all tokens": {"loss_denominator": "all"},
     "advantages anew": {"advantages_from": "kept", "rollout_scope": "group"},
-    "IcePop": {"off_policy_rule": "token_mask", "off_policy_low": 0.5, "off_policy_high": 1.5},
+    "IcePop": {"off_policy_rule": "token_mask", "off_policy_low": 0.8, "off_policy_high": 1.2},
     "truncated": {"off_policy_rule": "token_truncate", "off_policy_low": 0.9, "off_policy_high": 1.2},
     "OPSM": {"off_policy_rule": "opsm", "off_policy_high": 0.0},
     "shared": {"drop_shared_tokens": True},
-    "prefixes": {"token_rule": "prefix", "loss_denominator": "all"} | dict.fromkeys(
-        ("token_ratio_start", "token_ratio_end"), 1.0
-    ),
-}  # fmt: skip
+    "prefixes": {"token_rule": "prefix", "loss_denominator": "all"},
+}
+CHOICES["IcePop of prefixes"] = CHOICES["IcePop"] | CHOICES["prefixes"]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
-    samples, changed = recorded(2, seed=2), CHOICES[choice]
-    if choice == "prefixes":
-        changed = changed | dict.fromkeys(("token_ratio_start", "token_ratio_end"), 0.5)
-    with_options(made, samples, window_groups=2, **changed)
+    samples, share = recorded(2, seed=2), 0.5 if "prefixes" in choice else 0.25
+    ratios = dict.fromkeys(("token_ratio_start", "token_ratio_end"), share)
+    with_options(made, samples, window_groups=2, **ratios, **CHOICES[choice])
     kept, get = [], made.rollout_queue.get
     made.rollout_queue.get = lambda timeout: kept.append(get(timeout)) or kept[-1]
     (examples,) = [next(iter(made.get_train_dataloader().dataset))]
@@ -253,12 +251,13 @@ def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
     expected = d3s.select_rollouts(advantages, 4, scope=made.args.rollout_scope).flatten().nonzero().flatten().tolist()
     places = {id(one.metrics): place for place, one in enumerate(samples)}
     assert [places[id(one.metrics)] for one in kept] == expected
-    args = made.args if choice != "prefixes" else SimpleNamespace(**{**vars(made.args), "token_ratio_start": 1.0})
+    args = copy.copy(made.args)
+    args.token_ratio_start = 1.0 if "prefixes" in choice else share  # all tokens before the cuts
     for own, right in zip(made.model.parameters(), expected_gradient(kept, args), strict=True):
         torch.testing.assert_close(own.grad.double(), right, atol=3e-5, rtol=1e-3)
     logged = made._metrics["train"]
     assert logged["d3s/rollouts_kept"] == [8.0]
-    assert choice not in ("IcePop", "OPSM") or logged["d3s/off_policy_share"][0][0] > 0.5
+    assert made.args.off_policy_rule not in ("token_mask", "opsm") or logged["d3s/off_policy_share"][0][0] > 0.5
     if choice == "advantages anew":
         (theirs, _), (ours, _) = (torch.tensor(values).view(2, 4).sort() for values in (
             advantages.flatten()[expected].tolist(), [one.advantage for one in kept],
@@ -539,12 +538,33 @@ def test_what_cannot_be_trained_on_is_dropped_before_the_choice(made: AsyncGRPOT
     assert all(math.isfinite(one["advantage"]) and len(one["input_ids"]) < 80 for one in kept)
 
 
-def test_window_without_a_usable_rollout_is_an_error(made: AsyncGRPOTrainer) -> None:
+def test_rollouts_without_a_reward_stay_without_an_advantage(made: AsyncGRPOTrainer) -> None:
+    samples = recorded(1, seed=2)
+    for one in samples[:5]:  # TRL's worker gives them the advantage 0
+        one.metrics["reward"], one.advantage = math.nan, 0.0
+    everything = {"rollouts_start": GROUP, "rollouts_end": GROUP, "advantages_from": "kept"}
+    with_options(made, samples, window_groups=1, **everything)
+    anew = [made.rollout_queue.get(60.0).advantage for _ in samples]
+    assert anew[:5] == [0.0] * 5
+    of_rewards = torch.tensor([one.advantage for one in samples[5:]])
+    assert anew[5:] == pytest.approx(d3s.group_advantages(of_rewards).tolist())
+
+
+def test_window_whose_rollouts_are_all_too_long_is_dropped(made: AsyncGRPOTrainer) -> None:
+    long, samples = [sample(9, 1.0, [2] * 81) for _ in range(GROUP)], recorded(1)
+    with_options(made, [*long, *samples], window_groups=1, token_budget=80)
+    with pytest.warns(UserWarning, match="token_budget: got 80; a window without a rollout that fits is dropped"):
+        assert made.rollout_queue.get(60.0).group_id == 0
+    assert made._metrics["train"]["batch/dropped_oversize_total"] == [8.0]
+    assert made._trained_groups == {9}  # a checkpoint has it behind it
+
+
+def test_window_without_a_finite_advantage_is_an_error(made: AsyncGRPOTrainer) -> None:
     samples = recorded(1)
     for one in samples:
         one.advantage = math.nan
     with_options(made, samples, window_groups=1)
-    with pytest.raises(ValueError, match=r"advantage: got nan, .* the 8 rollouts of a window, .*; takes a finite one"):
+    with pytest.raises(ValueError, match=r"advantage: got nan, .* the 8 rollouts of a window; takes a finite one"):
         first_micro_batch(made)
 
 

@@ -18,8 +18,9 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
     """``AsyncGRPOConfig`` with the options of D3S (arXiv 2509.22115). ``docs/async.md`` explains them.
 
     Raises:
-        ValueError: an option has a bad value; the rule "entropy_quantile" is used with several processes; a window is
-            so large that its last rollouts would be older than ``max_staleness`` when they are trained on.
+        ValueError: an option has a bad value; the rule "entropy_quantile" is used with several processes; with
+            ``token_budget`` 0, a window is so large that its last rollouts would be older than ``max_staleness`` when
+            they are trained on.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SAsyncGRPOConfig
@@ -33,8 +34,8 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
     )
     window_groups: int | None = option(
         None,
-        "From how many groups of rollouts the rollouts are chosen at a time. None: as many as make the samples of an "
-        "optimizer step, per_device_train_batch_size x gradient_accumulation_steps x processes.",
+        "From how many groups of rollouts the rollouts are chosen at a time. None: as many as have a rollout for each "
+        "sample of an optimizer step, of per_device_train_batch_size x gradient_accumulation_steps x processes.",
         _GROUPS,
     )
 

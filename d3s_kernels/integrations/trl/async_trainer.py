@@ -8,6 +8,8 @@ each loss term, through which gradient flows only at the kept ones.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ from ...prefixes import Prefixes
 from ...rollouts import groups_without_spread
 from ...schedule import progress_of
 from ...selection import Selection, in_groups
-from ...trust import weighs
+from ...trust import TrustedTokens, weighs
 from .._transformers import RunWithBudget
 from .async_config import D3SAsyncGRPOConfig
 from .async_window import Rollout, RolloutWindow
@@ -66,9 +68,9 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     methods.
 
     Rollouts are chosen from windows of whole groups, on the process that has the worker's queue. Tokens are chosen from
-    the entropies of the training forward: exactly the budget's share of the loss terms of all processes. A position
-    that several samples share is computed once, and is a term of each of them. The loss is TRL's own, and its value
-    covers all terms.
+    the entropies of the training forward: exactly the budget's share of a micro-batch's loss terms on all processes. A
+    position that several samples share is computed once, and is a term of each of them. The loss is TRL's own, and its
+    value covers all terms.
 
     With an ``off_policy_rule``, a term whose probability is too far from the generator's has no gradient. If the rule
     has weights, they replace TRL's ratio: the gradient is that of ``weight * advantage * logprob``. Where there is no
@@ -131,16 +133,20 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         n, labels = self.num_generations, [rollout.group for rollout in rollouts]
         advantages = torch.tensor([rollout.advantage for rollout in rollouts])
         lengths = torch.tensor([sum(one.completion_mask.sum() for one in each.samples.values()) for each in rollouts])
-        too_long = torch.tensor([sum(map(self._is_too_long, each.samples.values())) for each in rollouts])
+        most = max(0, self.args.token_budget or 0) or math.inf
+        too_long = torch.tensor([sum(len(one.input_ids) > most for one in each.samples.values()) for each in rollouts])
         self._count(NOT_FINITE, ~advantages.isfinite())
         self._count(OVERSIZE, too_long)
-        advantages[too_long > 0] = torch.nan
         if not advantages.isfinite().any():
             raise ValueError(
-                f"advantage: got {rollouts[0].advantage:g}, ... for the {len(rollouts)} rollouts of a window, of which "
-                f"{int((too_long > 0).sum())} are longer than token_budget {self.args.token_budget}; takes a finite "
-                "one of a rollout that fits"
+                f"advantage: got {rollouts[0].advantage:g}, ... for the {len(rollouts)} rollouts of a window; takes a "
+                "finite one for at least one of them"
             )
+        advantages[too_long > 0] = torch.nan
+        if not advantages.isfinite().any():  # TRL drops each of these samples too, and trains on what comes next
+            warnings.warn(f"token_budget: got {most}; a window without a rollout that fits is dropped", stacklevel=2)
+            self._trained_groups.update(labels)
+            return
         found = [rollout.first.metrics.get("reward") for rollout in rollouts]
         rewards = None if None in found else torch.tensor(found, dtype=torch.float32)
         kept = self._selection.rollouts(
@@ -156,16 +162,14 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         metrics = rollout_metrics(kept, lengths, equal, groups_kept, self._budget().rollouts / n)
         self._log(metrics | ({} if rewards is None else {REWARD: rewards.nanmean()}))
         self._count(PARTIAL_GROUPS, ~whole)
-        anew = self._selection.advantages(advantages, kept, groups=labels)
+        scored = kept if rewards is None else kept & ~rewards.isnan()  # without a reward, TRL's advantage is 0
+        anew = self._selection.advantages(advantages, scored, groups=labels)
         for rollout, is_kept, advantage in zip(rollouts, kept.tolist(), anew.tolist(), strict=True):
             rollout.kept, rollout.advantage = is_kept, advantage
         if self.args.drop_shared_tokens:
             self._leave_out_shared_tokens(rollouts, advantages)
         kept_groups = {rollout.group for rollout in rollouts if rollout.kept}
         self._trained_groups.update(set(labels) - kept_groups)  # epochs and checkpoints have them behind them
-
-    def _is_too_long(self, sample: Any) -> bool:
-        return bool(self.args.token_budget and 0 < self.args.token_budget < len(sample.input_ids))
 
     def _leave_out_shared_tokens(self, rollouts: list[Rollout], advantages: Tensor) -> None:
         rows = [(place, sample) for place, rollout in enumerate(rollouts) for sample in rollout.samples.values()]
@@ -185,7 +189,8 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         sample.advantage = rollout.advantage
         if self._selection.cuts and sample.completion_mask.any():
             mask = torch.from_numpy(np.asarray(sample.completion_mask)).bool().unsqueeze(0)
-            cut = self._selection.prefixes(mask, self._progress, generator=self._draws_of_cuts)
+            tokens = TrustedTokens(mask, mask.float(), mask.sum())  # off-policy ones are known after the forward
+            cut = self._selection.prefixes(tokens, self._progress, generator=self._draws_of_cuts)
             end = int(cut.mask.nonzero()[-1, 1]) + 1
             weight = cut.weight[0] * getattr(sample.completion_mask, "weight", 1)
             sample.input_ids, sample.old_log_probs = sample.input_ids[:end], sample.old_log_probs[:end]

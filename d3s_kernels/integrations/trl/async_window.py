@@ -60,17 +60,9 @@ class RolloutWindow:
     """
 
     def __init__(
-        self,
-        incoming: Any,
-        groups: int,
-        group_size: int,
-        patience: float,
-        *,
-        is_stale: Callable[[Any], bool],
-        choose: Callable[[list[Rollout]], None],
-        prepared: Callable[[Rollout, Any], Any],
-        metrics: dict[str, list[Any]],
-    ) -> None:
+        self, incoming: Any, groups: int, group_size: int, patience: float, *, is_stale: Callable[[Any], bool],
+        choose: Callable[[list[Rollout]], None], prepared: Callable[[Rollout, Any], Any], metrics: dict[str, list[Any]],
+    ) -> None:  # fmt: skip
         self._incoming, self._groups, self._group_size, self._patience = incoming, groups, group_size, patience
         self._is_stale, self._choose, self._prepared, self._metrics = is_stale, choose, prepared, metrics
         self._waiting: dict[Hashable, list[Rollout]] = {}
@@ -140,8 +132,7 @@ class RolloutWindow:
         rollouts = [rollout for label in labels for rollout in self._waiting.pop(label)]
         self._waited = set(self._waiting)
         for rollout in rollouts:  # the policy may have changed since a sample came
-            fresh = {place: one for place, one in rollout.samples.items() if not self._drop_if_stale(one)}
-            rollout.samples = fresh
+            rollout.samples = {place: one for place, one in rollout.samples.items() if not self._drop_if_stale(one)}
         rollouts = [rollout for rollout in rollouts if rollout.samples]
         if not rollouts:
             return
