@@ -40,7 +40,6 @@ def main() -> None:
         rollouts_end=8,
         token_ratio_start=1.0,
         token_ratio_end=1.0,
-        window_groups=4,
         # Tokens whose probability has changed too much since they were sampled are left out (IcePop).
         off_policy_rule="token_mask",
         max_staleness=3,

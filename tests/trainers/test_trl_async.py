@@ -384,7 +384,7 @@ class Watched(RolloutWindow):
         self.metrics: dict[str, list[float]] = defaultdict(list)
         self.version, self.choices = 1, []
         super().__init__(
-            Recording(samples).rollout_buffer, groups, 3, patience,
+            Recording(samples).rollout_buffer, 3, patience, number_of_groups=lambda: groups,
             is_stale=lambda one: one.model_version < self.version, choose=self.choose,
             prepared=lambda rollout, one: one, metrics=self.metrics,
         )  # fmt: skip
@@ -593,6 +593,22 @@ def test_progress_is_counted_in_groups_where_epochs_end_a_run(made: AsyncGRPOTra
     finally:
         made._epoch_stop_groups = None
     assert found == [(1, 2.0), (2, 5.0), (3, 8.0)]
+
+
+def test_window_is_by_default_what_a_step_trains_on(made: AsyncGRPOTrainer) -> None:
+    ends = {"rollouts_start": 2, "rollouts_end": GROUP, "window_groups": None}
+    with_options(made, recorded(7), **ends)
+    try:
+        for step, groups in ((0, 4), (1, 2), (2, 1)):  # of which 2, 5 and 8 rollouts are kept
+            made.state.global_step = step
+            made.rollout_queue._ready.clear()
+            made._metrics["train"].clear()
+            made.rollout_queue.get(60.0)
+            assert made._metrics["train"]["d3s/rollout_share"] == [[2, 5, 8][step] / GROUP]
+            left = len(made.rollout_queue._ready) + 1
+            assert left == groups * [2, 5, 8][step]
+    finally:
+        made.state.global_step = 0
 
 
 def test_data_that_do_not_come_through_trls_batcher_are_refused(

@@ -25,8 +25,8 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
     Example:
         >>> from d3s_kernels.integrations.trl import D3SAsyncGRPOConfig
         >>> config = D3SAsyncGRPOConfig("out", per_device_train_batch_size=32, use_cpu=True, bf16=False)
-        >>> config.groups_of_window()
-        4
+        >>> config.groups_of_window(kept=2), config.groups_of_window(kept=8)  # at the start and at the end
+        (16, 4)
     """
 
     keep_all: bool = option(
@@ -34,8 +34,8 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
     )
     window_groups: int | None = option(
         None,
-        "From how many groups of rollouts the rollouts are chosen at a time. None: as many as have a rollout for each "
-        "sample of an optimizer step, of per_device_train_batch_size x gradient_accumulation_steps x processes.",
+        "From how many groups the rollouts are chosen at a time. None: as many as make an optimizer step: its samples, "
+        "per_device_train_batch_size x gradient_accumulation_steps x processes, / the rollouts that each group keeps.",
         _GROUPS,
     )
 
@@ -58,6 +58,6 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
         """Returns the number of samples of an optimizer step, as TRL counts them."""
         return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size)
 
-    def groups_of_window(self) -> int:
-        """Returns the number of groups that rollouts are chosen from at a time."""
-        return self.window_groups or -(-self.samples_of_step() // self.num_generations)
+    def groups_of_window(self, kept: int) -> int:
+        """Returns the number of groups that rollouts are chosen from at a time, if each keeps ``kept`` of them."""
+        return self.window_groups or -(-self.samples_of_step() // kept)

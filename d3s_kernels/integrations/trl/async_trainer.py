@@ -113,7 +113,8 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
 
     def _window(self, incoming: Any) -> RolloutWindow:
         return RolloutWindow(
-            incoming, self.args.groups_of_window(), self.num_generations, self.args.heartbeat_stale_after_s,
+            incoming, self.num_generations, self.args.heartbeat_stale_after_s,
+            number_of_groups=lambda: self.args.groups_of_window(self._budget().rollouts),
             is_stale=lambda sample: self.model_version - sample.model_version > self.args.max_staleness,
             choose=self._choose_rollouts, prepared=self._prepared, metrics=self._metrics["train"],
         )  # fmt: skip

@@ -45,14 +45,15 @@ class RolloutWindow:
     """Takes the place of the worker's queue. ``get`` returns the samples of kept rollouts, in the order in which they
     came.
 
-    Rollouts are chosen as soon as ``groups`` groups are whole. A group that is not whole then waits for the next
-    choice, and no longer. Two things end a window early, so that nothing waits for ever: four times as many rollouts as
-    a window has, and no sample for ``patience`` seconds. A sample that comes after its rollout was chosen or dropped
-    shares the fate of its rollout; a rollout that comes after its group waits for the next choice.
+    Rollouts are chosen when as many groups are whole as a window has. A group that is not whole then waits for
+    the next choice, and no longer. Two things end a window early, so that nothing waits for ever: four times as many
+    rollouts as a window has, and no sample for ``patience`` seconds. A sample that comes after its rollout was chosen
+    or dropped shares the fate of its rollout; a rollout that comes after its group waits for the next choice.
 
     Args:
         incoming: the worker's queue.
         group_size: the number of rollouts of a whole group.
+        number_of_groups: returns how many groups a window has now.
         is_stale: whether a sample is too old, by TRL's rule.
         choose: sets ``kept`` and ``advantage`` of rollouts.
         prepared: returns a sample of a kept rollout as it is trained on.
@@ -60,11 +61,13 @@ class RolloutWindow:
     """
 
     def __init__(
-        self, incoming: Any, groups: int, group_size: int, patience: float, *, is_stale: Callable[[Any], bool],
-        choose: Callable[[list[Rollout]], None], prepared: Callable[[Rollout, Any], Any], metrics: dict[str, list[Any]],
+        self, incoming: Any, group_size: int, patience: float, *, number_of_groups: Callable[[], int],
+        is_stale: Callable[[Any], bool], choose: Callable[[list[Rollout]], None],
+        prepared: Callable[[Rollout, Any], Any], metrics: dict[str, list[Any]],
     ) -> None:  # fmt: skip
-        self._incoming, self._groups, self._group_size, self._patience = incoming, groups, group_size, patience
-        self._is_stale, self._choose, self._prepared, self._metrics = is_stale, choose, prepared, metrics
+        self._incoming, self._group_size, self._patience = incoming, group_size, patience
+        self._number_of_groups, self._is_stale, self._choose = number_of_groups, is_stale, choose
+        self._prepared, self._metrics = prepared, metrics
         self._waiting: dict[Hashable, list[Rollout]] = {}
         self._waited: set[Hashable] = set()  # the groups that were waiting at the last choice
         self._chosen: dict[Hashable, list[Rollout]] = {}  # the rollouts of the groups that were chosen from last
@@ -110,10 +113,10 @@ class RolloutWindow:
             self._metrics[LATE_SAMPLES].append(1.0)
             self._ready.extend([self._prepared(rollout, sample)] if rollout.kept else [])
             return
-        sizes = [len(rollouts) for rollouts in self._waiting.values()]
-        if sum(size >= self._group_size for size in sizes) >= self._groups:
+        sizes, number = [len(rollouts) for rollouts in self._waiting.values()], self._number_of_groups()
+        if sum(size >= self._group_size for size in sizes) >= number:
             self._close()
-        elif sum(sizes) >= 4 * self._groups * self._group_size:
+        elif sum(sizes) >= 4 * number * self._group_size:
             self._close(everything=True)
 
     def _drop_if_stale(self, sample: Any) -> bool:
@@ -141,5 +144,5 @@ class RolloutWindow:
         self._ready.extend(self._prepared(kept[place], kept[place].samples[place]) for place in sorted(kept))
         for rollout in rollouts:
             self._chosen.setdefault(rollout.group, []).append(rollout)
-        while len(self._chosen) > 4 * self._groups:
+        while len(self._chosen) > 4 * self._number_of_groups():
             del self._chosen[next(iter(self._chosen))]
