@@ -39,7 +39,7 @@ class ThreadWorker:
     def stop(self) -> None:
         self._stopped.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout=60)  # after a transfer that failed, it waits for the weights for ever
 
     def update_model_version(self, model_version: int) -> None:
         self._version = model_version

@@ -441,6 +441,9 @@ def test_window_counts_a_forked_rollout_once() -> None:
     other_prompt = stream("a+1", "a+1", "a-")
     other_prompt[1].prompt = [{"content": "an environment said something else"}]
     assert len(Watched(other_prompt, groups=1).all()) == 2
+    other_reward = stream("a+1", "a+1", "a-")
+    other_reward[1].advantage = 0.5
+    assert len(Watched(other_reward, groups=1).all()) == 2
 
 
 def test_late_samples_share_the_fate_of_their_rollout() -> None:

@@ -169,8 +169,8 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
             rollout.kept, rollout.advantage = is_kept, advantage
         if self.args.drop_shared_tokens:
             self._leave_out_shared_tokens(rollouts, advantages)
-        kept_groups = {rollout.group for rollout in rollouts if rollout.kept}
-        self._trained_groups.update(set(labels) - kept_groups)  # epochs and checkpoints have them behind them
+        # Epochs and checkpoints have the other groups behind them.
+        self._trained_groups.update(set(labels) - {rollout.group for rollout in rollouts if rollout.kept})
 
     def _leave_out_shared_tokens(self, rollouts: list[Rollout], advantages: Tensor) -> None:
         rows = [(place, sample) for place, rollout in enumerate(rollouts) for sample in rollout.samples.values()]

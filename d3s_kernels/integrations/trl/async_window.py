@@ -28,13 +28,16 @@ class Rollout:
         self.samples: dict[int, Any] = {}  # each by its place among all samples that came
         self.first = sample
         self.kept, self.advantage = False, float(sample.advantage)
+        self._given = self.advantage
 
     def has_part(self, sample: Any) -> bool:
         """Returns whether ``sample`` is of this conversation too. Only a conversation of several messages has several
-        samples: they have its messages, and differ in their tokens. With equal tokens, a sample is of another one.
+        samples: with its messages, its advantage, and other tokens. Messages alone do not tell, since a parser may
+        leave out in what two conversations differ.
         """
         return (
             len(sample.completion) > 1
+            and sample.advantage == self._given
             and sample.completion == self.first.completion
             and sample.prompt == self.first.prompt
             and not any(np.array_equal(sample.input_ids, own.input_ids) for own in self.samples.values())
