@@ -20,12 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trl
-from packaging.version import Version
 
-if Version(trl.__version__) < Version("1.16"):
-    pytest.skip("TRL packs no prefix trees before 1.16", allow_module_level=True)
-
+pytest.importorskip("trl", minversion="1.16", reason="TRL packs prefix trees from 1.16 on")
 import trl_surface as surface
 from datasets import Dataset
 from helpers import slow
@@ -632,6 +628,7 @@ def test_loss_that_is_not_ours_is_refused(made: AsyncGRPOTrainer, monkeypatch: p
 REFUSED = {
     "window_groups: got 0; takes a whole number of at least 1, or None": {"window_groups": 0},
     "window_groups: got 20; takes at most 10: up to 4 rollouts of a group are kept": {"window_groups": 20},
+    "window_groups: got 2 beside keep_all, which takes None": {"keep_all": True, "window_groups": 2},
     "rollouts_end: got 4 beside keep_all, which takes 1.0": {"keep_all": True, "rollouts_end": 4},
     "loss_denominator: got 'kept' with token_rule 'prefix'": {"token_rule": "prefix", "loss_denominator": "kept"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("trl")
 from batches import generation_batch
 from tiny_trl import GROUP, PAD, generated, trainer
 
+import d3s_kernels as d3s
 from d3s_kernels.integrations._transformers import without_spread
 from d3s_kernels.integrations.trl.batch import take
 from d3s_kernels.integrations.trl.columns import MayCut, trimmed
@@ -174,6 +176,17 @@ def test_podss_advantages_are_normalised_also_where_nothing_is_dropped() -> None
     expected = Selection(advantages_from="kept").advantages(batch["advantages"].view(2, GROUP), every)
     assert torch.equal(anew, expected.flatten())
     assert anew[:GROUP].abs().mean() > 0.3
+
+
+def test_rollout_without_a_reward_keeps_the_advantage_0() -> None:
+    batch, rewards = generation_batch(6), generation_batch(6)["advantages"].unsqueeze(1)
+    batch["advantages"][3], rewards[3] = 0.0, math.nan  # as TRL leaves it
+    made = trainer(rollouts=1.0, advantages_from="kept")
+    made._rewards = rewards
+    anew = made._keep_rollouts(batch)["advantages"][:GROUP]
+    others = torch.arange(GROUP) != 3
+    assert anew[3] == 0
+    torch.testing.assert_close(anew[others], d3s.group_advantages(rewards[:GROUP, 0][others]))
 
 
 def test_rounding_errors_of_equal_rewards_are_no_advantages() -> None:

@@ -247,7 +247,7 @@ class Oracle(TrainerCallback):
         kept = torch.zeros(len(total), dtype=torch.bool).index_fill(0, torch.tensor(rows), True)
         if o.advantages_from == "kept":  # normalised over what is kept of each group
             scale = "none" if separately or o.scale_rewards == "batch" else o.scale_rewards
-            of_kept = g.advantages.masked_fill(~kept.view(-1, n), math.nan)
+            of_kept = g.advantages.masked_fill(~kept.view(-1, n) | total.view(-1, n).isnan(), math.nan)
             g.advantages = reference.group_advantages(of_kept, scale=scale).masked_fill(equal[:, None], 0.0)
         g.advantages = g.advantages.flatten()
         found = batch["advantages"]

@@ -8,7 +8,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ...selection_options import FLAG, SelectionOptions, Takes, check_options, option, rollouts_of, whole
 from .._head_options import HeadOptions
-from .._transformers import check_token_options, imply_keep_all
+from .._transformers import check_token_options, imply, imply_keep_all
 
 _GROUPS = Takes(lambda value: value is None or whole(1).fits(value), f"{whole(1).words}, or None")
 
@@ -41,6 +41,8 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
 
     def __post_init__(self) -> None:
         imply_keep_all(self)
+        if self.keep_all is True:
+            imply(self, "keep_all", {"window_groups": None})
         super().__post_init__()
         check_options(self)
         check_token_options(self)

@@ -278,6 +278,7 @@ class D3STrainer(DividesRows):
         rewards, self._rewards = self._rewards, None
         # There are no rewards if a subclass computes advantages in another way.
         equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
+        total = None if rewards is None else total_rewards(rewards, self.reward_weights).view(-1, n)
         if rewards is not None and not self.args.keep_all:  # TRL's advantages of equal rewards are rounding errors
             advantages = advantages.masked_fill(equal.unsqueeze(1), 0.0)
         _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
@@ -288,7 +289,7 @@ class D3STrainer(DividesRows):
             moves = ranks == 1 or not bool(everyones[:, -1].any())  # rows with images do not move between ranks
             kept = self._selection.rollouts(
                 advantages, self._progress, has_tokens=lengths > 0, multiple_of=self._multiple,
-                rewards=None if rewards is None else total_rewards(rewards, self.reward_weights).view(-1, n),
+                rewards=total,
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
         asked = self._budget().rollouts / n
@@ -299,7 +300,8 @@ class D3STrainer(DividesRows):
             batch[DRAWS] = self._draws_of_rollouts(own_advantages)
         # With several aggregated rewards, TRL divides by the deviation of the batch, whatever ``scale_rewards`` is.
         scale: Scale = self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
-        anew = self._selection.advantages(advantages, kept, scale=scale, without_spread=equal)
+        scored = kept if total is None else kept & ~total.isnan()  # without a reward, an advantage is 0 and stays it
+        anew = self._selection.advantages(advantages, scored, scale=scale, without_spread=equal)
         batch["advantages"] = anew.view(ranks, -1)[here]
         if not keeps_all:  # otherwise no row moves, and no host sync is needed
             batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
