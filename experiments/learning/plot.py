@@ -14,6 +14,7 @@ from matplotlib.ticker import PercentFormatter
 from . import probe as probing
 from .arms import arms
 from .comparison import Clocks, Comparison, load
+from .pricings import unit
 from .setting import Setting
 from .statistics import reached
 
@@ -37,7 +38,7 @@ def save(setting: Setting, path: Path, name: str = "curves") -> None:
     rows = figure.subplots(2 if probe.exists() else 1, len(names), squeeze=False)
     for axes, shown in zip(rows[0], names, strict=True):
         curves(axes, comparison, comparison.clocks[shown], styles)
-        axes.set_xlabel(f"priced seconds, {shown}")
+        axes.set_xlabel(f"{unit(shown)}, {shown}")
     rows[0][0].set_ylabel("Pass@1, held-out prompts")
     if probe.exists():
         bars(rows[1], probing.load(probe))
