@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.learning import chains, comparison, policy, probe, problems, records, report, stages  # noqa: E402
+from experiments.learning import chains, comparison, policy, probe, problems, records, report, run, stages  # noqa: E402
 from experiments.learning.__main__ import main  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.evaluate import rewards  # noqa: E402
@@ -31,10 +32,11 @@ from experiments.learning.run import Job, Point, batches_of, train  # noqa: E402
 from experiments.learning.setting import Setting  # noqa: E402
 from experiments.learning.setting import load as load_setting  # noqa: E402
 from experiments.learning.statistics import mean_until, paired, reached, student_quantile, time_to  # noqa: E402
-from experiments.learning.update import add_gradient  # noqa: E402
+from experiments.learning.update import Update, add_gradient  # noqa: E402
 
 PROBLEM = problems.of_chains()
 ARMS = arms(8, 4)
+FRESH = {name: arm for name, arm in ARMS.items() if not arm.staleness}
 ONE = Prices(1.0, 0.0, 0.0, 0.0, 0.0)  # a clock that counts generated tokens
 
 
@@ -218,7 +220,7 @@ def test_d3s_trains_on_the_tokens_of_the_largest_score(model: torch.nn.Module, m
 def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> None:
     made, found = batch(model)
     kept: dict[str, list[Counts]] = {}
-    for name, arm in ARMS.items():
+    for name, arm in FRESH.items():
         given, numbers = (*probe.first_of(made, found, arm), arm), torch.Generator().manual_seed(0)
         kept[name] = [add_gradient(model, *given, arm.schedule(part), numbers).counts for part in (0.0, 1.0)]
     tokens = int(made.completion_mask.sum())
@@ -226,6 +228,59 @@ def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> Non
     assert kept["random 4 of 8"][0].kept < tokens > kept["PODS"][0].kept
     assert kept["D3S, rollouts alone"][0].updated < kept["D3S, rollouts alone"][1].updated == kept["GRPO-8"][0].updated
     assert kept["D3S"][1].kept == kept["D3S, random tokens"][1].kept == math.ceil(0.2 * tokens)
+
+
+def moved(model: torch.nn.Module) -> torch.nn.Module:
+    """The model after large updates: for many tokens, the ratio to its samples is far from 1."""
+    later, numbers = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.mul_(1 + torch.randn(parameter.shape, generator=numbers))
+    return later
+
+
+def log_ratio(model: torch.nn.Module, made: Rollouts) -> torch.Tensor:
+    """Of the tokens' probabilities to those that they were sampled with, by all logits, with a gradient."""
+    mask = torch.cat([made.prompt_mask, made.completion_mask], 1)
+    tokens, positions = torch.cat([made.prompt, made.completion], 1), (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(tokens, attention_mask=mask.long(), position_ids=positions).logits[:, made.prompt.shape[1] - 1 : -1]
+    return logits.log_softmax(-1).gather(2, made.completion.unsqueeze(2)).squeeze(2) - made.logprob
+
+
+def test_fresh_samples_have_their_log_probabilities_and_a_ratio_of_1(model: torch.nn.Module) -> None:
+    """So the loss of old samples has the gradient of the others where nothing is old."""
+    made, found = batch(model)
+    ratios = log_ratio(model, made)[made.completion_mask].exp()
+    torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-4)
+    for name in ("GRPO-8, 3 old", "GRPO-8, 3 old, IcePop"):
+        model.zero_grad()
+        arm = ARMS[name]
+        update = add_gradient(model, made, found, arm, arm.schedule(0.0), torch.Generator())
+        assert_gradient(model, by_hand(model, made, grpo_advantages(found).flatten(), made.completion_mask))
+        assert update.counts.kept == int(made.completion_mask.sum())
+
+
+def test_old_samples_have_the_clipped_ratio_of_ppo(model: torch.nn.Module) -> None:
+    made, found = batch(model)
+    later, arm = moved(model), ARMS["GRPO-8, 3 old"]
+    add_gradient(later, made, found, arm, arm.schedule(0.0), torch.Generator())
+    ratio, advantages = log_ratio(later, made).exp(), grpo_advantages(found).view(-1, 1)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    assert (surrogate != ratio * advantages)[made.completion_mask].float().mean() > 0.1  # some are clipped
+    loss = -surrogate[made.completion_mask].mean()
+    assert_gradient(later, list(torch.autograd.grad(loss, list(later.parameters()))))
+
+
+def test_icepop_leaves_out_what_is_too_far_and_weighs_the_rest(model: torch.nn.Module) -> None:
+    made, found = batch(model)
+    later, arm = moved(model), ARMS["GRPO-8, 3 old, IcePop"]
+    update = add_gradient(later, made, found, arm, arm.schedule(0.0), torch.Generator())
+    logs = log_ratio(later, made)
+    weight = logs.detach().exp()
+    mask = made.completion_mask & (weight >= 0.5) & (weight <= 5)
+    assert 0 < int(mask.sum()) == update.counts.kept < 0.99 * int(made.completion_mask.sum())
+    loss = -(weight * grpo_advantages(found).view(-1, 1) * logs)[mask].mean()
+    assert_gradient(later, list(torch.autograd.grad(loss, list(later.parameters()))))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -246,11 +301,34 @@ def test_a_run_is_reproducible_to_the_bit_and_lasts_for_its_priced_time(tmp_path
     assert prices.of(first[-2].counts) < 3.0 <= prices.of(first[-1].counts)
     assert [point.longer_first is None for point in first] == [False, True, False]
     path = tmp_path / "curves.csv"
-    for run in (Run(job, first), Run(Job("D3S", 1e-3, 7), second)):
-        records.append(path, run)
+    for made in (Run(job, first), Run(Job("D3S", 1e-3, 7), second)):
+        records.append(path, made)
     (read, other) = records.load(path)
     assert (read.job, len(read.points), other.job.arm) == (job, len(first), "D3S")
     assert [point.counts for point in read.points] == [point.counts for point in first]
+
+
+def test_old_samples_are_of_the_version_three_updates_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones are the start model's."""
+    now, sampled = [], []
+
+    def version(one: torch.nn.Module) -> float:
+        return float(one.get_output_embeddings().weight[0, 0].detach())
+
+    def step(*given: object) -> Update:
+        model, sampler = given[2], given[-1]
+        now.append(version(model))
+        sampled.append(version(sampler))
+        with torch.no_grad():
+            model.get_output_embeddings().weight += 1
+        return Update(Counts(generated=1, steps=1))
+
+    monkeypatch.setattr(run, "step", step)
+    monkeypatch.setattr(run, "point", lambda *given, **_: Point(given[3], given[4], 0.0, 0.0))
+    for name, expected in (("PODS", [0, 1, 2, 3, 4, 5]), ("PODS, 3 old", [0, 0, 0, 0, 1, 2])):
+        now.clear(), sampled.clear()
+        train(Setting(Path()), PROBLEM, policy.new_model(PROBLEM.tokenizer), ARMS[name], Job(name, 1.0, 0), ONE, 6.0)
+        assert [round(one - now[0]) for one in sampled] == expected
 
 
 def test_prices() -> None:

@@ -94,7 +94,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--short", action="store_true", help="tiny everything, to see that it runs; nothing is tuned or probed")
     add("--model", type=Path, help="folder of a model with its tokenizer; needs --dataset")
     add("--dataset", type=Path, help="lines of JSON with prompt (a text or a conversation) and answer")
-    add("--arms", nargs="+", metavar="ARM", help="names of arms, in quotes (default: all)")
+    add("--arms", nargs="+", metavar="ARM", help="names of arms, in quotes (default: all with fresh samples)")
     add("--seeds", type=whole(1), default=SEEDS, help=f"how many (default: {SEEDS})")
     add("--first-seed", type=whole(0), default=0, help="seeds count from here (default: 0)")
     add("--rate", type=positive, help="learning rate of all arms, instead of tuned ones")
@@ -169,7 +169,7 @@ def chosen_arms(parser: argparse.ArgumentParser, names: Sequence[str] | None, se
     unknown = sorted(set(names or ()) - set(every))
     if unknown:
         parser.error(f"--arms: got {', '.join(unknown)}; takes some of: {'; '.join(every)}")
-    return [arm for name, arm in every.items() if names is None or name in names]
+    return [arm for name, arm in every.items() if (name in names if names else not arm.staleness)]
 
 
 def whole(least: int):

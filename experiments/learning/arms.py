@@ -1,14 +1,16 @@
-"""The arms: what each generates, which of it it trains on, and by which rule."""
+"""The arms: what each generates and how old it is, which of it it trains on, and by which rule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from d3s_kernels import Budget, DownSamplingSchedule
 from d3s_kernels.rollouts import RolloutRule
 from d3s_kernels.tokens import TokenRule
+from d3s_kernels.trust import TrustRule
 
 ALL_TOKENS = 1.0
+STALENESS = 3  # of the arms that train on old samples
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Arm:
     rollout_rule: RolloutRule | None = None  # None: all of them
     token_rule: TokenRule | None = None  # None: all of them
     pooled: bool = False  # rollouts are chosen from the whole batch, and keep the advantages of their whole group
+    staleness: int = 0  # updates since the version of the model that generates
+    trust_rule: TrustRule | None = None  # where that is not 0, instead of PPO's clipping
 
     def __str__(self) -> str:
         return self.name
@@ -44,4 +48,10 @@ def arms(many: int, few: int) -> dict[str, Arm]:
         Arm("NAT, prefixes", many, always(many, 0.5), None, "prefix"),
         Arm("NAT, random tokens", many, always(many, 0.5), None, "random"),
     ]
-    return {arm.name: arm for arm in every}
+    fresh = {arm.name: arm for arm in every}
+    old = [
+        replace(fresh[name], name=f"{name}, {STALENESS} old", staleness=STALENESS)
+        for name in (f"GRPO-{many}", f"GRPO-{few}", "PODS", "D3S, rollouts alone")
+    ]
+    icepop = replace(old[0], name=f"{old[0]}, IcePop", trust_rule="token_mask")
+    return fresh | {arm.name: arm for arm in (*old, icepop)}

@@ -19,12 +19,13 @@ class Rollouts(NamedTuple):
     prompt_mask: Tensor  # bool
     completion: Tensor  # int64; the token that ends a completion is its last one
     completion_mask: Tensor  # bool
+    logprob: Tensor  # float32: of the completion's tokens, under the model that sampled them
 
     def rows(self, which: Tensor) -> Rollouts:
         """These rows, without the columns that are padding in all of them."""
-        prompt, prompt_mask, completion, completion_mask = (tensor[which] for tensor in self)
-        before, after = prompt_mask.any(0), completion_mask.any(0)
-        return Rollouts(prompt[:, before], prompt_mask[:, before], completion[:, after], completion_mask[:, after])
+        own = Rollouts(*(tensor[which] for tensor in self))
+        before, after = own.prompt_mask.any(0), own.completion_mask.any(0)
+        return Rollouts(*(tensor[:, before] for tensor in own[:2]), *(tensor[:, after] for tensor in own[2:]))
 
     def lengths(self) -> Tensor:
         """Tokens of each rollout, its prompt included."""
@@ -66,6 +67,7 @@ def generate(
     end = tokenizer.eos_token_id
     completion = prompt.new_full((len(prompt), longest), tokenizer.pad_token_id)
     completion_mask = torch.zeros_like(completion, dtype=torch.bool)
+    logprob = torch.zeros_like(completion, dtype=torch.float32)
     going = torch.arange(len(prompt), device=prompt.device)  # the rows that have not ended
     cache, tokens, seen = DynamicCache(), prompt, prompt_mask
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
@@ -78,8 +80,10 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        drawn = torch.multinomial(torch.softmax(logits.float(), -1), 1, generator=random).squeeze(1)
+        probabilities = torch.softmax(logits.float(), -1)
+        drawn = torch.multinomial(probabilities, 1, generator=random).squeeze(1)
         completion[going, column] = drawn
+        logprob[going, column] = probabilities.gather(1, drawn.unsqueeze(1)).squeeze(1).log()
         completion_mask[going, column] = True
         goes_on = (drawn != end).nonzero().squeeze(1)
         if len(goes_on) == 0:
@@ -90,4 +94,4 @@ def generate(
         tokens = drawn[goes_on].unsqueeze(1)
         seen = torch.cat([seen, torch.ones_like(tokens, dtype=torch.bool)], 1)
         positions = positions[:, -1:] + 1
-    return Rollouts(prompt, prompt_mask, completion, completion_mask).rows(torch.arange(len(prompt)))
+    return Rollouts(prompt, prompt_mask, completion, completion_mask, logprob).rows(torch.arange(len(prompt)))

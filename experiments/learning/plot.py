@@ -14,11 +14,13 @@ from matplotlib.ticker import PercentFormatter
 from . import probe as probing
 from .arms import arms
 from .comparison import Clocks, Comparison, load
+from .pricings import unit
 from .setting import Setting
 from .statistics import reached
 
 COLOURS = (  # of the arms, in their order
     "#222222", "#4575b4", "#999999", "#e08214", "#7fbf7b", "#1b7837", "#c51b7d", "#8c510a", "#d8b365",
+    "#222222", "#4575b4", "#e08214", "#7fbf7b", "#c51b7d",  # with old samples: dashed
 )  # fmt: skip
 SHOWN = ("generation at 0.4 of GRPO's update", "generation at 3")  # beside the pricing of the runs
 
@@ -26,14 +28,17 @@ SHOWN = ("generation at 0.4 of GRPO's update", "generation at 3")  # beside the 
 def save(setting: Setting, path: Path, name: str = "curves") -> None:
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     comparison = load(setting, name)
-    colours = dict(zip(arms(setting.many, setting.few), COLOURS, strict=True))
+    styles = {
+        arm.name: {"color": colour, "linestyle": "--" if arm.staleness else "-"}
+        for arm, colour in zip(arms(setting.many, setting.few).values(), COLOURS, strict=True)
+    }
     probe = setting.folder / "probe.csv"
     names = (setting.pricing, *SHOWN)
     figure = Figure(figsize=(15, 9 if probe.exists() else 5), layout="constrained")
     rows = figure.subplots(2 if probe.exists() else 1, len(names), squeeze=False)
     for axes, shown in zip(rows[0], names, strict=True):
-        curves(axes, comparison, comparison.clocks[shown], colours)
-        axes.set_xlabel(f"priced seconds, {shown}")
+        curves(axes, comparison, comparison.clocks[shown], styles)
+        axes.set_xlabel(f"{unit(shown)}, {shown}")
     rows[0][0].set_ylabel("Pass@1, held-out prompts")
     if probe.exists():
         bars(rows[1], probing.load(probe))
@@ -45,14 +50,14 @@ def save(setting: Setting, path: Path, name: str = "curves") -> None:
     figure.savefig(path, dpi=130)
 
 
-def curves(axes: Axes, comparison: Comparison, clocks: Clocks, colours: Mapping[str, str]) -> None:
+def curves(axes: Axes, comparison: Comparison, clocks: Clocks, styles: Mapping[str, Mapping[str, str]]) -> None:
     end = comparison.common_end(clocks)
     times = np.linspace(0, end, 60)
     for arm in comparison.arms:
         values = np.array([[reached(run, clocks[arm], time) for time in times] for run in comparison.runs[arm]])
         middle, error = values.mean(0), values.std(0, ddof=min(1, len(values) - 1)) / np.sqrt(len(values))
-        axes.fill_between(times, middle - error, middle + error, color=colours[arm], alpha=0.15, linewidth=0)
-        axes.plot(times, middle, color=colours[arm], label=arm, linewidth=1.8)
+        axes.fill_between(times, middle - error, middle + error, color=styles[arm]["color"], alpha=0.15, linewidth=0)
+        axes.plot(times, middle, **styles[arm], label=arm, linewidth=1.8)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(alpha=0.3)
 

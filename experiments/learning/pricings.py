@@ -17,6 +17,7 @@ STEPS_OF_ALL, STEPS_OF_QUARTER = 2.7, 6.0
 SECONDS_OF_FEW, SECONDS_OF_MANY = 7.5, 10.1
 
 MEASURED, OF_PODS = "as measured", "generation as PODS's authors measured it"
+TOKENS_ALONE, ROWS_ALONE = "generated tokens alone", "updated rows alone"  # counts, not seconds
 
 
 def pricings(measured: Prices, grpo: Counts) -> Mapping[str, Prices]:
@@ -37,9 +38,13 @@ def pricings(measured: Prices, grpo: Counts) -> Mapping[str, Prices]:
         "generation at 3": measured.with_generation_at(3.0, grpo),
         "a 7B model's head and body, generation at 0.4": of_7b.with_generation_at(0.4, grpo),
         "a 7B model's head and body, generation at 1": of_7b.with_generation_at(1.0, grpo),
-        "generated tokens alone": Prices(1.0, 0.0, 0.0, 0.0, 0.0),
-        "updated rows alone": Prices(0.0, 0.0, 1.0, 0.0, 0.0),
+        TOKENS_ALONE: Prices(1.0, 0.0, 0.0, 0.0, 0.0),
+        ROWS_ALONE: Prices(0.0, 0.0, 1.0, 0.0, 0.0),
     }
+
+
+def unit(pricing: str) -> str:
+    return {TOKENS_ALONE: "generated tokens", ROWS_ALONE: "updated rows"}.get(pricing, "priced seconds")
 
 
 def as_of_pods(measured: Prices, grpo: Counts) -> Prices:

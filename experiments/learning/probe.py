@@ -74,10 +74,10 @@ def taken(model: PreTrainedModel) -> Tensor:
 
 
 def probe(setting: Setting, problem: Problem, model: PreTrainedModel, level: float, prices: Prices) -> list[Probed]:
-    """All arms at one point of training."""
+    """All arms with fresh samples at one point of training."""
     random = torch.Generator(model.device).manual_seed(SEED)
     towards, of_halves = reference(model, problem, random)
-    every = arms(setting.many, setting.few).values()
+    every = [arm for arm in arms(setting.many, setting.few).values() if not arm.staleness]
     sums = {arm: Sums(torch.zeros_like(towards)) for arm in every}
     batches = batches_of(problem.train, setting.prompts, SEED)
     for _ in range(BATCHES):

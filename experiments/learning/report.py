@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from . import probe as probing
+from .arms import STALENESS
 from .comparison import LONGER, MEASURES, WHOLE_STEPS, Comparison, load
-from .pricings import MEASURED
+from .pricings import MEASURED, unit
 from .setting import Setting
 from .stages import prices_file, tuning_file
 from .statistics import CONFIDENCE, mean_until, paired, time_to
@@ -26,9 +27,9 @@ def report(setting: Setting, name: str = "curves") -> str:
     seeds = len(next(iter(comparison.runs.values())))
     parts = [
         f"# Results: {setting.folder.name.replace('_', ' ')}",
-        f"{seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets {comparison.horizon:.1f} priced seconds "
-        f"({setting.pricing}): those of {setting.steps} steps of GRPO-{setting.many} on the prompts that prices were "
-        f"measured on. Prices were measured on {found['machine']}.",
+        f"{seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets {comparison.horizon:.1f} "
+        f"{unit(setting.pricing)} ({setting.pricing}): those of {setting.steps} steps of GRPO-{setting.many} on the "
+        f"prompts that prices were measured on. Prices were measured on {found['machine']}.",
         "## What was reached\n\n" + ends(comparison),
         "## What it took\n\n" + work(comparison),
         NOTES,
@@ -106,12 +107,18 @@ def pieces(setting: Setting, comparison: Comparison) -> str:
 
 
 def piece_pairs(setting: Setting, comparison: Comparison) -> list[tuple[str, str]]:
-    """Arms that differ in one thing: the rule for rollouts, tokens at all, the rule for tokens."""
+    """Arms that differ in one thing: the rule for rollouts, tokens at all, the rule for tokens, how old samples are."""
+    many, few = f"GRPO-{setting.many}", f"GRPO-{setting.few}"
+    old = {arm: f"{arm}, {STALENESS} old" for arm in (many, few, "PODS", "D3S, rollouts alone")}
     found = [
         ("PODS", f"random {setting.few} of {setting.many}"),
         ("D3S", "D3S, rollouts alone"),
         ("D3S", "D3S, random tokens"),
         ("NAT, prefixes", "NAT, random tokens"),
+        *((aged, arm) for arm, aged in old.items()),
+        *((old["PODS"], old[base]) for base in (many, few)),
+        (old["D3S, rollouts alone"], old[many]),
+        (f"{old[many]}, IcePop", old[many]),
     ]
     return [(arm, base) for arm, base in found if {arm, base} <= set(comparison.arms)]
 

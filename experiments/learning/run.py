@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random as python_random
+from collections import deque
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,12 +53,14 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate, weight_decay=0.0)
     batches = batches_of(problem.train, setting.prompts, job.seed)
     done, positive = Counts(), 0
+    versions: deque[PreTrainedModel] = deque(maxlen=arm.staleness + 1)
     points = [point(setting, problem, model, done, positive, longer=True)]
     while prices.of(done) < horizon:
         progress = prices.of(done) / horizon
         for group in optimizer.param_groups:
             group["lr"] = job.rate * min(1.0, (progress + 1 / setting.steps) / WARM_UP)
-        update = step(setting, problem, model, optimizer, next(batches), arm, progress, random)
+        versions.append(deepcopy(model) if arm.staleness else model)
+        update = step(setting, problem, model, optimizer, next(batches), arm, progress, random, versions[0])
         done += update.counts
         positive += update.positive
         if prices.of(done) >= len(points) / setting.evaluations * horizon:
@@ -73,9 +77,10 @@ def step(
     arm: Arm,
     progress: float,
     random: torch.Generator,
+    sampler: PreTrainedModel | None = None,
 ) -> Update:
-    """Generates for these tasks, and makes one step of the optimiser."""
-    rollouts = sample(model, problem.tokenizer, tasks, arm.generated, problem.longest, random)
+    """Generates for these tasks, with ``sampler`` or the model itself, and makes one step of the optimiser."""
+    rollouts = sample(sampler or model, problem.tokenizer, tasks, arm.generated, problem.longest, random)
     found = rewards(rollouts, problem.tokenizer, tasks)
     update = add_gradient(model, rollouts, found, arm, arm.schedule(progress), random, setting.micro_batch)
     optimizer.step()

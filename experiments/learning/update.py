@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,14 +11,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import d3s_kernels as d3s
+from d3s_kernels.trust import TrustRule
 
 from .arms import ALL_TOKENS, Arm
 from .generate import Rollouts
 from .ledger import Counts
 
 CHUNK = 32  # rollouts in one forward
+EPSILON = 0.2  # of PPO's clipping
 
 Choice = Callable[[Tensor, Tensor], Tensor]  # of entropies and advantages of tokens: a mask of those to keep
+
+Trust = Callable[[Tensor, "Tokens"], tuple[Tensor, Tensor]]  # of log p: a mask of tokens, and weights
 
 
 class Update(NamedTuple):
@@ -37,7 +42,8 @@ def add_gradient(
     """Adds the gradient of the arm's loss to the model's: the mean of -A log p over the kept tokens of the step. With
     prefixes, it is a weighted sum over the kept tokens, divided by the number of all tokens.
 
-    The batch was sampled from this model, so that every importance ratio is 1 and nothing is clipped.
+    Without staleness, the batch was sampled from this model, so that every importance ratio is 1 and nothing is
+    clipped. With it, the gradients of the tokens have the weights of ``trusted``.
 
     Args:
         rewards: [prompts, rollouts of a prompt], in the order of the rollouts.
@@ -53,7 +59,8 @@ def add_gradient(
         advantages = advantages.unsqueeze(1) * cut.weight
     elif budget.token_ratio != ALL_TOKENS:
         choose = choice(arm, budget, random)
-    update = add_sum(model, rollouts, advantages, choose, micro_batch)
+    trust = partial(trusted, arm.trust_rule) if arm.staleness else None
+    update = add_sum(model, rollouts, advantages, choose, micro_batch, trust)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= max(1, number or update.counts.kept)
@@ -91,15 +98,30 @@ def choice(arm: Arm, budget: d3s.Budget, random: torch.Generator) -> Choice:
     return choose
 
 
+def trusted(rule: TrustRule | None, logprob: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The tokens that count, and the weights of the gradients of their log p, without the advantages.
+
+    Without a rule, PPO's clipping, as in TRL's AsyncGRPOTrainer: the gradient of -min(r A, clip(r) A) is -r A times
+    that of log p, or 0 where r has left [1 - epsilon, 1 + epsilon] in the direction of A. All tokens are in the mean.
+    """
+    if rule is not None:
+        own = d3s.trusted_tokens(logprob, tokens.sampled, rule)
+        return own.mask, own.weight
+    ratio = (logprob - tokens.sampled).exp()
+    bound = torch.where(tokens.advantages > 0, ratio <= 1 + EPSILON, ratio >= 1 - EPSILON)
+    return torch.ones_like(bound), ratio * bound
+
+
 def add_sum(
     model: PreTrainedModel,
     rollouts: Rollouts,
     advantages: Tensor,
     choose: Choice | None = None,
     micro_batch: int | None = None,
+    trust: Trust | None = None,
 ) -> Update:
     """Adds the gradient of the sum of -A log p over the tokens, or over those that are chosen. ``advantages`` are those
-    of the rollouts, or of their tokens.
+    of the rollouts, or of their tokens. ``trust`` leaves out more tokens and gives the others weights.
     """
     by_length = rollouts.lengths().argsort(stable=True)  # so that little of a chunk is padding
     size = min(CHUNK, micro_batch or CHUNK) if choose is None else micro_batch or len(by_length)
@@ -112,7 +134,11 @@ def add_sum(
         else:
             mask = choose(entropy.detach(), tokens.advantages)
             done += Counts(scored=len(mask))
-        (-(logprob * tokens.advantages)[mask].sum()).backward()
+        of_token = tokens.advantages
+        if trust is not None:
+            counts, weight = trust(logprob.detach(), tokens)
+            mask, of_token = mask & counts, of_token * weight
+        (-(logprob * of_token)[mask].sum()).backward()
         done += Counts(kept=int(mask.sum()))
         positive += int((mask & (tokens.advantages > 0)).sum())
     return Update(done, positive)
@@ -124,6 +150,7 @@ class Tokens(NamedTuple):
     hidden: Tensor  # [tokens, width]: the states that they are predicted from
     labels: Tensor  # int64 [tokens]
     advantages: Tensor  # float32 [tokens]
+    sampled: Tensor  # float32 [tokens]: their log-probabilities when they were sampled
 
 
 def forward(model: PreTrainedModel, rollouts: Rollouts, advantages: Tensor, rows: Tensor) -> Tokens:
@@ -143,5 +170,5 @@ def forward(model: PreTrainedModel, rollouts: Rollouts, advantages: Tensor, rows
         if of_token.dim() == 1:
             of_token = of_token.unsqueeze(1).expand(-1, columns)
         of_token = of_token[:, :columns]  # what was cut off is at the end
-        parts.append([tensor[own.completion_mask] for tensor in (predicting, own.completion, of_token)])
+        parts.append([tensor[own.completion_mask] for tensor in (predicting, own.completion, of_token, own.logprob)])
     return Tokens(*(torch.cat(part) for part in zip(*parts, strict=True)))
