@@ -693,8 +693,8 @@ MUTANTS = (
     Mutant(
         "trl: a weight multiplies TRL's ratio instead of replacing it",
         "d3s_kernels/integrations/trl/async_trainer.py",
-        "as_one if weighs(rule) else logprob",
-        "logprob",
+        "trusted.mask & (not weighs(rule))",
+        "trusted.mask",
         "tests/trainers/test_trl_async.py",
     ),
     Mutant(

@@ -165,10 +165,10 @@ def made(saved: str) -> AsyncGRPOTrainer:
     return trainer(saved, [])
 
 
-def with_options(made: AsyncGRPOTrainer, samples: Iterable[RolloutSample], **changed: Any) -> AsyncGRPOTrainer:
-    """The same trainer as if it had been made with other options and another worker."""
-    made.args = made.args_before = copy.copy(getattr(made, "args_before", made.args))
-    made.args = copy.copy(made.args)
+def with_options(made: AsyncGRPOTrainer, samples: Iterable[RolloutSample], **changed: Any) -> None:
+    """Makes the trainer what it would be with these options and another worker."""
+    made.args_before = getattr(made, "args_before", made.args)
+    made.args = copy.copy(made.args_before)
     vars(made.args).update(changed)
     made._selection = d3s.Selection(made.args)
     made.rollout_queue = made._window(Recording(samples).rollout_buffer)
@@ -176,7 +176,12 @@ def with_options(made: AsyncGRPOTrainer, samples: Iterable[RolloutSample], **cha
     made._trained_groups.clear()
     for parameter in made.model.parameters():
         parameter.grad = None
-    return made
+
+
+def micro_batch(made: AsyncGRPOTrainer) -> dict[str, torch.Tensor]:
+    """The next micro-batch, as the trainer gets it."""
+    loader = made.get_train_dataloader()
+    return loader.collate_fn([next(iter(loader.dataset))])
 
 
 def terms(samples: list[Any]) -> tuple[torch.Tensor, ...]:
@@ -241,8 +246,7 @@ def test_gradient(made: AsyncGRPOTrainer, choice: str) -> None:
     with_options(made, samples, window_groups=2, **ratios, **CHOICES[choice])
     kept, get = [], made.rollout_queue.get
     made.rollout_queue.get = lambda timeout: kept.append(get(timeout)) or kept[-1]
-    (examples,) = [next(iter(made.get_train_dataloader().dataset))]
-    made.compute_loss(made.model, made.get_train_dataloader().collate_fn([examples])).backward()
+    made.compute_loss(made.model, micro_batch(made)).backward()
     advantages = torch.tensor([one.advantage for one in samples]).view(2, GROUP)
     expected = d3s.select_rollouts(advantages, 4, scope=made.args.rollout_scope).flatten().nonzero().flatten().tolist()
     places = {id(one.metrics): place for place, one in enumerate(samples)}
@@ -275,8 +279,7 @@ def test_gradient_of_conversations_with_several_samples(made: AsyncGRPOTrainer) 
     assert len(samples) > 8
     sizes = {"window_groups": 2, "per_device_train_batch_size": len(samples)}
     with_options(made, [one for parts in rollouts for one in parts], **sizes)
-    loader = made.get_train_dataloader()
-    batch = loader.collate_fn([next(iter(loader.dataset))])
+    batch = micro_batch(made)
     made.compute_loss(made.model, batch).backward()
     tokens = sum(len(one.input_ids) for one in samples)
     assert int(batch["global_n_forward_tokens"][0]) < tokens - 3 * len(samples) / 2  # beginnings once
@@ -319,8 +322,7 @@ def test_token_without_a_probability_is_not_trusted(made: AsyncGRPOTrainer) -> N
         one.old_log_probs[4] = math.nan
     rule = {"off_policy_rule": "token_truncate", "rollouts_start": GROUP, "rollouts_end": GROUP}
     with_options(made, samples, window_groups=1, **rule)
-    loader = made.get_train_dataloader()
-    loss = made.compute_loss(made.model, loader.collate_fn([next(iter(loader.dataset))]))
+    loss = made.compute_loss(made.model, micro_batch(made))
     loss.backward()
     assert loss.isfinite()
     assert all(parameter.grad.isfinite().all() for parameter in made.model.parameters())
@@ -334,8 +336,7 @@ def test_metrics(made: AsyncGRPOTrainer) -> None:
     for one in samples[:GROUP]:  # a group of equal rewards, whose advantages are rounding errors
         one.metrics["reward"], one.advantage = 0.1, 1e-9
     with_options(made, samples, window_groups=2, off_policy_rule="token_mask", off_policy_low=0.8, off_policy_high=1.2)
-    loader = made.get_train_dataloader()
-    made.compute_loss(made.model, loader.collate_fn([next(iter(loader.dataset))]))
+    made.compute_loss(made.model, micro_batch(made))
     logged = made._metrics["train"]
     lengths = [int(one.completion_mask.sum()) for one in samples]
     assert logged["d3s/groups_without_spread"] == logged["d3s/rollout_share"] == [0.5]
@@ -363,8 +364,7 @@ def test_head_computes_kept_positions_once(made: AsyncGRPOTrainer, monkeypatch: 
         return op(self, hidden, *more, **given)
 
     monkeypatch.setattr(OurHead, "apply", counted)
-    loader = made.get_train_dataloader()
-    made.compute_loss(made.model, loader.collate_fn([next(iter(loader.dataset))])).backward()
+    made.compute_loss(made.model, micro_batch(made)).backward()
     ((head, forward),) = rows
     assert forward == 3 + 8  # 32 terms; the last token of each sample follows one of its own
     assert head.kept.value() == 3 + 2  # 8 terms, of the two samples with the largest |A|
@@ -586,9 +586,8 @@ def test_progress_is_counted_in_groups_where_epochs_end_a_run(made: AsyncGRPOTra
         found = []
         for _ in range(3):
             made.rollout_queue._ready.clear()
-            batcher = made.get_train_dataloader()
-            batch = batcher.collate_fn([next(iter(batcher.dataset))])
-            found.append((int(batch["d3s_groups_done"][0]), made._metrics["train"]["d3s/rollouts_kept"][-1]))
+            done = int(micro_batch(made)["d3s_groups_done"][0])
+            found.append((done, made._metrics["train"]["d3s/rollouts_kept"][-1]))
     finally:
         made._epoch_stop_groups = None
     assert found == [(1, 2.0), (2, 5.0), (3, 8.0)]

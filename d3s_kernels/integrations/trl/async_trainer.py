@@ -279,11 +279,11 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         head.kept = HostNumber((with_gradient.index_add(0, terms.positions, kept.int()) > 0).sum())
         if logprob.requires_grad:
             logprob.register_hook(only_through(kept, weight * factor))
-        # Where TRL's ratio is not to be that to the generator, it is 1 in value, and has the gradient of 1.
-        as_one = terms["old_log_probs"].nan_to_num() + torch.where(trusted.mask, logprob - constant, 0.0)
-        ours = torch.where(trusted.mask, as_one if weighs(rule) else logprob, as_one)
+        if rule != "none":  # where TRL's ratio is not to be that to the generator, it is 1, and has the gradient of 1
+            as_one = terms["old_log_probs"].nan_to_num() + torch.where(trusted.mask, logprob - constant, 0.0)
+            logprob = torch.where(trusted.mask & (not weighs(rule)), logprob, as_one)
         self._loss_was_ours = True
-        return SimpleNamespace(log_probs=ours, entropy=entropy, aux_loss=outputs.aux_loss)
+        return SimpleNamespace(log_probs=logprob, entropy=entropy, aux_loss=outputs.aux_loss)
 
     def _count(self, name: str, numbers: Tensor) -> None:
         if number := float(numbers.sum()):

@@ -73,7 +73,7 @@ class CountsTokens:
             self._warned_of_weights = True
             warnings.warn(
                 f"{OFF_POLICY_SHARE}: {number - left} of {number} tokens of an update are left out as off-policy "
-                f"or have the weight 0, so that it has no policy gradient. Wider bounds leave more: "
+                "or have the weight 0, so that it has no policy gradient. Wider bounds leave more: "
                 f"{self._wider_bounds}",
                 stacklevel=2,
             )

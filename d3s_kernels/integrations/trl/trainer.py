@@ -288,8 +288,7 @@ class D3STrainer(DividesRows):
         else:
             moves = ranks == 1 or not bool(everyones[:, -1].any())  # rows with images do not move between ranks
             kept = self._selection.rollouts(
-                advantages, self._progress, has_tokens=lengths > 0, multiple_of=self._multiple,
-                rewards=total,
+                advantages, self._progress, has_tokens=lengths > 0, rewards=total, multiple_of=self._multiple,
                 ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
             )  # fmt: skip
         asked = self._budget().rollouts / n

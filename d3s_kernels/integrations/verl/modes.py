@@ -14,7 +14,7 @@ from .replaced import Replaced
 _OLDER = {"async_training": "fully_async_policy", "rollout": "one_step_off_policy"}
 
 
-def require_mode(config: Any) -> None:
+def refuse_ignored_modes(config: Any) -> None:
     """Raises a ValueError if verl's whole configuration has one of our modes or its options, but starts a trainer that
     ignores them.
     """
@@ -35,7 +35,7 @@ def require_mode(config: Any) -> None:
 def _auto_set_device(original: Any, config: Any) -> None:
     """verl's function of this name. Each of verl's main functions calls it first, before anything is started."""
     original(config)
-    require_mode(config)
+    refuse_ignored_modes(config)
 
 
 REPLACED = (Replaced(device, "auto_set_device", ["config"], _auto_set_device),)
