@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 import d3s_kernels as d3s
-from d3s_kernels._head.products import SIZES, Head, Tiles, whole_vectors
+from d3s_kernels._lm_head.products import SIZES, Head, Tiles, whole_vectors
 
 from . import inputs, peers
 from .clock import Prepared, Work

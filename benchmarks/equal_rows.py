@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from d3s_kernels import group_advantages, max_variance_select
-from d3s_kernels._across_ranks.plan_rows import _moves
-from d3s_kernels._across_ranks.rollouts import most_varied
+from d3s_kernels.distributed.plan_rows import _moves
+from d3s_kernels.distributed.rollouts import most_varied
 
 PROMPTS, ROLLOUTS, KEEP = 8, 16, 8
 RANKS = (2, 8, 64)

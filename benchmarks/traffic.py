@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from d3s_kernels._across_ranks.tokens import digits_for, gathers_counts
+from d3s_kernels.distributed.tokens import digits_for, gathers_counts
 
 Sent = list[tuple[str, int]]  # for each collective: its name in c10d, and the bytes that a rank puts in
 

@@ -1,26 +1,32 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
-from ._build import build_info
 from ._dispatch.backends import backends
+from ._dispatch.build import build_info
 from ._dispatch.faults import synchronize_checks
-from ._own_logits import UnsupportedHead
-from .compare import Comparison, Difference, compare
-from .heads import lm_head
-from .micro_batches import MicroBatch, micro_batches
-from .page import selection_page
+from ._lm_head.from_model import lm_head
+from ._lm_head.own_logits import UnsupportedHead
+from .check.compare import Comparison, Difference, compare
+from .logprobs import entropy, linear_logprob_entropy, logprob_entropy
+from .off_policy.importance_ratio import adaptive_clip, entropy_groups, importance_ratio
+from .off_policy.trusted_tokens import TrustedTokens, trusted_tokens
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
-from .prefixes import Prefixes, random_prefixes
-from .ratios import adaptive_clip, entropy_groups, importance_ratio
-from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts, variance_mass
-from .sampling import SamplingMask
-from .sampling_rules import sampling_mask_from_logits
-from .schedule import Budget, DownSamplingSchedule, progress_of
-from .selection import Selection
-from .selection_options import SelectionOptions
-from .shared_tokens import shared_tokens
-from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
-from .trust import TrustedTokens, trusted_tokens
-from .vocabulary import entropy, linear_logprob_entropy, logprob_entropy
+from .report.selection_page import selection_page
+from .rollouts.micro_batches import MicroBatch, micro_batches
+from .rollouts.select_rollouts import (
+    group_advantages,
+    groups_without_spread,
+    max_variance_select,
+    select_rollouts,
+    variance_mass,
+)
+from .selection.options import SelectionOptions
+from .selection.schedule import Budget, DownSamplingSchedule, progress_of
+from .selection.selection import Selection
+from .support.from_logits import sampling_mask_from_logits
+from .support.sampling_mask import SamplingMask
+from .tokens.random_prefixes import Prefixes, random_prefixes
+from .tokens.select_tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
+from .tokens.shared_tokens import shared_tokens
 
 __version__: str = build_info()["version"]
 

@@ -1,5 +1,5 @@
-"""The command line of the library: ``d3s COMMAND`` or ``python -m d3s_kernels COMMAND``. Without a command,
-``python -m d3s_kernels`` runs ``d3s doctor``.
+"""The command line of the library: ``d3s COMMAND`` or ``python -m d3s_kernels COMMAND``. Without a command, ``python -m
+d3s_kernels`` runs ``d3s doctor``. Imports ``check``, ``planning`` and ``savings``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import d3s_kernels as d3s
-from d3s_kernels import _doctor
+from d3s_kernels.check import doctor as _doctor
 from d3s_kernels.planning.profile import __main__ as profiling
 from d3s_kernels.savings import __main__ as savings_of
 

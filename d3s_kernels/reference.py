@@ -1,4 +1,4 @@
-"""A reference implementation of the public functions, in plain PyTorch and float64.
+"""A reference implementation of the public functions, in plain PyTorch and float64. Imports nothing.
 
 Each function has the name, the arguments and the results of a public function of ``d3s_kernels``, but no process groups
 and no ``weight_grad_into``, the destination of a gradient. The code is written to be read: it loops over rows and

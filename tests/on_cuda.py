@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import argument_names
-from d3s_kernels._exact import written_arguments
-from d3s_kernels._head.products import SIZES
-from d3s_kernels.compare import copied
+from d3s_kernels._lm_head.products import SIZES
+from d3s_kernels.check.compare import copied
+from d3s_kernels.check.tolerances import written_arguments
 
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 OPS = sorted(served_by("kernels", "composed"))

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from helpers import EVERYTHING
 
-from d3s_kernels._groups import Ranks as Ranks
-from d3s_kernels._groups import ranks_of
+from d3s_kernels._collectives import Ranks as Ranks
+from d3s_kernels._collectives import ranks_of
 
 SIZES = (2, 3, 4) if EVERYTHING else (2, 3)
 _TIMEOUT = 120.0  # seconds, for a task

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import __main__ as report
-from d3s_kernels import _doctor, _torch
+from d3s_kernels import _torch
 from d3s_kernels._dispatch import backends, libraries
-from d3s_kernels._exact import written_arguments
+from d3s_kernels.check import doctor
+from d3s_kernels.check.tolerances import written_arguments
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
@@ -227,7 +228,7 @@ def test_the_checks_see_a_wrong_kernel(op: str, monkeypatch: pytest.MonkeyPatch)
     found = []
     for backend in ("cpu", "torch"):
         with backends.forced(backend):
-            found.append(_doctor.worst_of(op, torch.device("cpu"), backend))
+            found.append(doctor.worst_of(op, torch.device("cpu"), backend))
     assert not all(worst.agrees for worst in found)
 
 
@@ -254,7 +255,7 @@ def test_after_a_fault_of_the_device_the_report_goes_on(
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
 
     monkeypatch.setitem(_torch.KERNELS, "group_advantages", faulty)
-    monkeypatch.setattr(_doctor, "_works", lambda device: False)
+    monkeypatch.setattr(doctor, "_works", lambda device: False)
     monkeypatch.setattr(backends, "runnable", lambda device: ("torch",) if device == "cpu" else ())
     monkeypatch.setattr(backends, "serving", lambda device: {"torch"})
     assert report.main() == 1

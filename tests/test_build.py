@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import d3s_kernels
-from d3s_kernels import _build
+from d3s_kernels._dispatch.build import FOLDER
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = [path for name in ("_cpu.so", "_cuda.so") if (path := _build.FOLDER / name).exists()]
+LIBRARIES = [path for name in ("_cpu.so", "_cuda.so") if (path := FOLDER / name).exists()]
 LEVELS = d3s_kernels.build_info()["simd_levels"]
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm, of the binutils that come with a compiler")

@@ -19,9 +19,9 @@ import torch
 
 import d3s_kernels as d3s
 from d3s_kernels import __main__ as commands
-from d3s_kernels import _doctor
 from d3s_kernels._dispatch import backends
-from d3s_kernels.compare import Difference
+from d3s_kernels.check import doctor
+from d3s_kernels.check.compare import Difference
 from d3s_kernels.planning.profile import __main__ as profiling
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +41,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise of_backend[backend]
         yield from of_backend[backend].items()
 
-    monkeypatch.setattr(_doctor, "checks", checks)
-    monkeypatch.setattr(_doctor, "devices", lambda: iter([(torch.device("cpu"), "2 threads")]))
+    monkeypatch.setattr(doctor, "checks", checks)
+    monkeypatch.setattr(doctor, "devices", lambda: iter([(torch.device("cpu"), "2 threads")]))
     monkeypatch.setattr(backends, "serving", lambda device: {"cpu"})
     monkeypatch.setattr(backends, "runnable", lambda device: ("cpu", "torch"))
     return of_backend
@@ -98,7 +98,7 @@ def test_gpus_for_which_there_is_code() -> None:
     }.items():
         for capability in capabilities.split():
             major, minor = map(int, capability.split("."))
-            assert _doctor.without_code(architectures, (major, minor)) == "", capability
+            assert doctor.without_code(architectures, (major, minor)) == "", capability
 
 
 def test_gpus_for_which_there_is_none() -> None:
@@ -109,7 +109,7 @@ def test_gpus_for_which_there_is_none() -> None:
         ("90-real", (10, 0), "CMAKE_CUDA_ARCHITECTURES='90-real;100-real' ."),
         ("90-virtual", (8, 9), "CMAKE_CUDA_ARCHITECTURES='90-virtual;89-real' ."),
     ):
-        said = _doctor.without_code(architectures, capability)
+        said = doctor.without_code(architectures, capability)
         assert said.startswith(f"; the library has no code for this GPU, only for {architectures}; ")
         assert said.endswith(helps)
 
@@ -119,14 +119,14 @@ def test_the_report_names_a_gpu_without_code(
 ) -> None:
     """The checks of this GPU are those of the fixture."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(_doctor, "devices", lambda: iter([(gpu, "a GPU")]))
+    monkeypatch.setattr(doctor, "devices", lambda: iter([(gpu, "a GPU")]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {gpu: (8, 0)}[device])
     monkeypatch.setattr(backends, "serving", lambda device: {"cuda"})
     monkeypatch.setattr(d3s, "build_info", lambda: {"cuda_architectures": "90-real"})
     commands.main(["doctor"])
     text = capsys.readouterr().out
     (device,) = as_json(capsys, 0)["devices"]
-    assert device["explanation"] == backends.explain("cuda") + _doctor.without_code("90-real", (8, 0))
+    assert device["explanation"] == backends.explain("cuda") + doctor.without_code("90-real", (8, 0))
     assert f"cuda:0: a GPU; {device['explanation']}\n" in text
 
 

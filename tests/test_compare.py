@@ -13,7 +13,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import _torch
 from d3s_kernels._dispatch import backends
-from d3s_kernels._exact import FUNCTIONS, Row
+from d3s_kernels.check.tolerances import FUNCTIONS, Row
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 

@@ -7,7 +7,9 @@ from operator import attrgetter
 import pytest
 
 import d3s_kernels
-from d3s_kernels import denominators, distributed, metrics, ratios, selection, selection_options
+from d3s_kernels import distributed
+from d3s_kernels.off_policy import importance_ratio
+from d3s_kernels.selection import loss_weights, metrics, options, selection
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -17,8 +19,8 @@ DOCUMENTED = [
 ]
 ACROSS_RANKS = [f"distributed.{name}" for name in distributed.__all__ if inspect.isfunction(getattr(distributed, name))]
 FOR_TRAINERS = [
-    metrics.selection_metrics, selection_options.rollouts_of, selection.choose_rollouts, selection.in_groups,
-    ratios.espo_terms, denominators.gradient_weights,
+    metrics.selection_metrics, options.rollouts_of, selection.choose_rollouts, selection.in_groups,
+    importance_ratio.espo_terms, loss_weights.gradient_weights,
 ]  # fmt: skip
 WITH_EXAMPLES = {name: attrgetter(name)(d3s_kernels) for name in [*DOCUMENTED, *ACROSS_RANKS]}
 WITH_EXAMPLES |= {function.__name__: function for function in FOR_TRAINERS}

@@ -27,7 +27,7 @@ from d3s_kernels import (
     topk_mask,
 )
 from d3s_kernels._dispatch import ops
-from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels._rules.rules import ROLLOUT_RULES, TOKEN_RULES
 
 LOGITS, LABELS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
 SCORES, FLAT = torch.zeros(2, 6), torch.zeros(12)

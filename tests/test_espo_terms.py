@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d3s_kernels.ratios import espo_terms
+from d3s_kernels.off_policy.importance_ratio import espo_terms
 
 VOCAB_SIZE = 1000
 

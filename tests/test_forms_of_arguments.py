@@ -20,8 +20,8 @@ from torch.nn import Parameter
 
 import d3s_kernels as d3s
 from d3s_kernels import distributed
-from d3s_kernels.metrics import selection_metrics
 from d3s_kernels.selection import choose_rollouts, in_groups
+from d3s_kernels.selection.metrics import selection_metrics
 
 MASK, FLAT_MASK = torch.tensor([[True, False, True], [True, True, False]]), torch.tensor([True, False, True, True])
 LOGITS, LABELS = torch.linspace(-3, 3, 30).view(2, 3, 5), torch.tensor([[0, 4, 2], [-100, 1, 3]])

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
-from d3s_kernels._head import op, products
+from d3s_kernels._lm_head import op, products
 
 
 class Head(NamedTuple):

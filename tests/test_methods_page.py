@@ -20,10 +20,11 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 import d3s_kernels as d3s
-from d3s_kernels import planning, ratios, reference, trust
-from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels import planning, reference
+from d3s_kernels._rules.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels.off_policy import importance_ratio, trusted_tokens
+from d3s_kernels.off_policy.trusted_tokens import RULES
 from d3s_kernels.planning.profile.__main__ import _arguments
-from d3s_kernels.trust import RULES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
 LINES: dict[str, str] = dict(re.findall(r"^\| (\S.*?) \| .*?`(\w+ = [^`]+)` \| [^|]*\|$", PAGE, re.MULTILINE))
@@ -528,7 +529,7 @@ def test_every_rule_and_every_function_is_on_the_page() -> None:
     rules = {f'"{rule}"' for rule in (*ROLLOUT_RULES, *TOKEN_RULES, "inverse_success_rate")}
     trusting = {f'"{rule}"' for rule in RULES if not rule.endswith("_truncate")}
     levels = {f'level="{level}"' for level in get_args(get_type_hints(d3s.importance_ratio)["level"])}
-    modules = (ratios, trust, planning)
+    modules = (importance_ratio, trusted_tokens, planning)
     functions = {name for name in d3s.__all__ if any(getattr(d3s, name) is getattr(of, name, None) for of in modules)}
     assert levels >= {'level="token"'}
     assert functions >= {"importance_ratio", "entropy_groups", "adaptive_clip", "plan_rollouts", "RolloutPlan"}

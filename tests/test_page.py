@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from page_batch import HIDDEN, HOSTILE, Bytes, batch, decode, hostile_batch
 
 import d3s_kernels as d3s
-from d3s_kernels._page.render import darkest_from, shade
-from d3s_kernels._page.text import token_texts
+from d3s_kernels.report.render import darkest_from, shade
+from d3s_kernels.report.text import token_texts
 
 
 class Seen(HTMLParser):

@@ -12,7 +12,7 @@ from browser import CHROMIUM, Browser
 from page_batch import HOSTILE, batch, hostile_batch
 
 import d3s_kernels as d3s
-from d3s_kernels._page.text import as_html, token_as_html
+from d3s_kernels.report.text import as_html, token_as_html
 
 pytestmark = [
     pytest.mark.slow("the page as a browser renders it"),

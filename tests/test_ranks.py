@@ -14,8 +14,8 @@ from ranks import SIZES, Ranks, world
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from d3s_kernels._across_ranks.agreement import agree
-from d3s_kernels._groups import ranks_of
+from d3s_kernels._collectives import ranks_of
+from d3s_kernels.distributed.agreement import agree
 
 sizes = pytest.mark.parametrize("size", SIZES)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels._dispatch.libraries import registered, schema_of
-from d3s_kernels._head.problem import WHOLE, problem_of
-from d3s_kernels.compare import called
+from d3s_kernels._lm_head.problem import WHOLE, problem_of
+from d3s_kernels.check.compare import called
 
 OPS = torch.ops.d3s_kernels
 

@@ -190,6 +190,18 @@ def test_the_notes_name_arguments_that_are_there() -> None:
     assert found == 13
 
 
+def test_the_notes_name_modules_that_are_there() -> None:
+    text = (ROOT / "docs" / "release-notes.md").read_text(encoding="utf-8")
+    table = text.partition("### Modules that moved")[2].partition("###")[0]
+    cells = re.findall(r"^\| (`.*`) \| (`.*`)[^|]* \|$", table, re.MULTILINE)
+    assert len(cells) == 14
+    for old, new in (map(re.compile(r"`([\w.]+)`").findall, row) for row in cells):
+        assert len(old) == len(new)
+        for before, now in zip(old, new, strict=True):
+            importlib.import_module(f"d3s_kernels.{now}")
+            assert not (ROOT / "d3s_kernels" / f"{before.replace('.', '/')}.py").exists()
+
+
 def test_the_notes_name_metrics_that_are_there() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     for old, new, _ in rows("Metrics"):

@@ -16,9 +16,9 @@ from traffic import counted
 
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
-from d3s_kernels._across_ranks import agreement, rollouts
+from d3s_kernels._rules.rules import ROLLOUT_RULES
 from d3s_kernels._segments.segments import pool_present
-from d3s_kernels._selection.rules import ROLLOUT_RULES
+from d3s_kernels.distributed import agreement, rollouts
 
 sizes = pytest.mark.parametrize("size", SIZES)
 SCALES, SCOPES = ("group", "batch", "none"), ("batch", "group")

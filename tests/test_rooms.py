@@ -1,4 +1,4 @@
-"""The rooms of the package: each imports only rooms below it.
+"""The rooms of the package: each says in its first paragraph what it imports, and rooms import downwards only.
 
 A room is a folder or a file of ``d3s_kernels``. Every import counts, also inside a function or for types only.
 """
@@ -18,58 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import fan_out
 
 PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
-
-# From the top down: each room, and the rooms that it may import.
-ROOMS = {
-    "__main__": "_doctor planning savings",
-    "_doctor": "_dispatch _exact compare",
-    "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics "
-    "micro_batches page prefixes ratios recorder rollouts sampling schedule selection selection_options shared_tokens "
-    "tokens trust vocabulary",
-    "planning": "_arguments",
-    "savings": "_head _segments micro_batches prefixes rollouts selection selection_options tokens",
-    # what users call
-    "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
-    "metrics": "_arguments rollouts schedule tokens",
-    "selection": "_across_ranks _arguments _groups _selection prefixes rollouts schedule selection_options "
-    "shared_tokens tokens trust",
-    "selection_options": "rollouts tokens trust",
-    "trust": "_across_ranks _arguments _groups _segments _selection _torch",
-    "distributed": "_across_ranks",
-    "heads": "_arguments _head _own_logits",
-    "vocabulary": "_arguments _dispatch _head _together sampling",
-    "tokens": "_across_ranks _arguments _dispatch _selection prefixes sampling",
-    "prefixes": "_across_ranks _segments _selection",
-    "rollouts": "_across_ranks _arguments _dispatch _segments _selection",
-    "shared_tokens": "_arguments _segments _selection",
-    "ratios": "_arguments _dispatch",
-    "schedule": "",
-    "micro_batches": "_arguments _groups",
-    "denominators": "",
-    "recorder": "",
-    "sampling_rules": "_arguments _dispatch sampling",
-    "page": "_arguments _page",
-    # how it is checked
-    "_exact": "_dispatch reference sampling",
-    # how it is computed
-    "_across_ranks": "_arguments _dispatch _groups _head _segments _selection _together sampling",
-    "_head": "_arguments _dispatch _groups _together _torch sampling",
-    "_selection": "_arguments _dispatch _segments _together",
-    "sampling": "_arguments _dispatch _together",
-    "_groups": "",
-    "_own_logits": "",
-    "_page": "_arguments",
-    "_dispatch": "_arguments _build _torch _triton reference",
-    "_torch": "_segments _together",
-    "_triton": "_together",
-    # what is alike everywhere
-    "_segments": "_together",
-    "_arguments": "_together",
-    "_together": "",
-    "_build": "",
-    # what every op means
-    "reference": "",
-}
+MOST_ROOMS, MOST_FLOORS, MOST_FILES_AT_THE_TOP = 22, 10, 18
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -105,20 +54,32 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def test_every_room_is_listed() -> None:
-    assert {room_of(module) for module in MODULES if module} == set(ROOMS)
+ROOMS = sorted({room_of(module) for module in MODULES if module})
 
 
-def test_rooms_import_downwards() -> None:
-    below: set[str] = set()
-    for room, imports in reversed(ROOMS.items()):
-        assert set(imports.split()) <= below, f"{room} may import {set(imports.split()) - below} above it"
-        below.add(room)
+def allowed_in(room: str) -> set[str]:
+    """The rooms that the first paragraph of a room's docstring names after "Imports"."""
+    text = ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8")))
+    sentence = re.search(r"Imports (nothing|``.*``)\.$", text.partition("\n\n")[0].replace("\n", " "))
+    assert sentence, f"{room}: the first paragraph of its docstring ends with what it imports"
+    return set(re.findall(r"``(\w+)``", sentence[1]))
+
+
+def test_few_rooms_on_few_floors() -> None:
+    """TopologicalSorter refuses a circle, and so an import upwards."""
+    imports = {room: allowed_in(room) for room in ROOMS}
+    floors: dict[str, int] = {}
+    for room in TopologicalSorter(imports).static_order():
+        floors[room] = 1 + max((floors[below] for below in imports[room]), default=0)
+    assert floors.keys() == set(ROOMS)
+    assert len(ROOMS) <= MOST_ROOMS
+    assert max(floors.values()) <= MOST_FLOORS
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_FILES_AT_THE_TOP
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_what_its_row_says(room: str) -> None:
-    """It imports all of them: a row that allows more than is used would hide the next import."""
+def test_a_room_imports_what_it_says(room: str) -> None:
+    """It imports all of them: a docstring that allows more than is used would hide the next import."""
     found = {
         (room_of(name), str(path.relative_to(PACKAGE)))
         for module, path in MODULES.items()
@@ -126,7 +87,7 @@ def test_a_room_imports_what_its_row_says(room: str) -> None:
         for name in imported(path)
         if room_of(name) != room
     }
-    allowed = set(ROOMS[room].split())
+    allowed = allowed_in(room)
     wrong = sorted(f"{file} imports {other}" for other, file in found if other not in allowed and other)
     # only __main__, which is started from outside, may import the whole package
     wrong += sorted(f"{file} imports d3s_kernels" for other, file in found if not other and room != "__main__")
@@ -162,7 +123,7 @@ MORE_FILES = {
 
 
 def test_a_file_names_an_argument_because_it_uses_it() -> None:
-    """What is only passed on travels in an object: d3s_kernels/_together.py, csrc/ops/arguments.h."""
+    """What is only passed on travels in an object: d3s_kernels/_arguments/bundles.py, csrc/ops/arguments.h."""
     files = fan_out.files_that_name()
     assert len(files) > 20
     assert not MORE_FILES.keys() - files.keys()

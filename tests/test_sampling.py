@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d3s_kernels import SamplingMask, sampling_mask_from_logits, sampling_rules
+from d3s_kernels import SamplingMask, sampling_mask_from_logits
+from d3s_kernels.support import from_logits
 
 SPANS = [[7, 2, 150_000], [], [5], [0, 1]]
 lists = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=6)
@@ -117,7 +118,7 @@ def test_masks_one_after_the_other(parts: list[list[list[int]]]) -> None:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are not looked at."""
-    monkeypatch.setattr("d3s_kernels.sampling.is_known", lambda tensor: False)
+    monkeypatch.setattr("d3s_kernels.support.sampling_mask.is_known", lambda tensor: False)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -258,7 +259,7 @@ def test_rows_that_cannot_be_sampled_from(value: float, options: dict[str, float
 def test_rows_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 50)
     whole = sampling_mask_from_logits(logits, top_p=0.9).to_lists()
-    monkeypatch.setattr(sampling_rules, "_LOGITS_AT_ONCE", 120)
+    monkeypatch.setattr(from_logits, "_LOGITS_AT_ONCE", 120)
     assert sampling_mask_from_logits(logits, top_p=0.9).to_lists() == whole
 
 

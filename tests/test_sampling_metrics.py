@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from d3s_kernels.metrics import SAMPLING_NAMES, set_metrics, set_sums
+from d3s_kernels.selection.metrics import SAMPLING_NAMES, set_metrics, set_sums
 
 
 def test_the_numbers_also_summed_over_processes() -> None:

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).parent / "trainers"))
 from d3s_kernels import __main__ as commands
-from d3s_kernels._head.backward import Incoming, Wanted
-from d3s_kernels._head.backward import backward as head_backward
-from d3s_kernels._head.forward import forward as head_forward
-from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels._lm_head.backward import Incoming, Wanted
+from d3s_kernels._lm_head.backward import backward as head_backward
+from d3s_kernels._lm_head.forward import forward as head_forward
+from d3s_kernels._lm_head.problem import HeadProblem
 from d3s_kernels.savings import __main__ as savings
 from d3s_kernels.savings.counts import CHOICES, ENTROPIES, NOTHING, PARTS, TRL, lengths_of, update
 from d3s_kernels.savings.model import DENSE, EXPERTS, NORM_AT_END, OWN_HEAD_DIM, Model, from_config

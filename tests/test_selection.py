@@ -16,8 +16,7 @@ from ranks import Ranks, world
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import selection_options
-from d3s_kernels.selection import choose_rollouts
+from d3s_kernels.selection import choose_rollouts, options
 
 RULES = ["max_variance", "highest", "largest_abs", "percentile"]
 SCOPES = ["batch", "group"]
@@ -81,8 +80,8 @@ def test_options_and_values_are_not_mixed() -> None:
 
 def test_every_option_says_what_it_takes_and_is_read() -> None:
     names = [each.name for each in dataclasses.fields(d3s.SelectionOptions)]
-    assert selection_options.option_names(d3s.SelectionOptions) == names
-    selection_options.check_options(d3s.SelectionOptions())  # defaults are good values
+    assert options.option_names(d3s.SelectionOptions) == names
+    options.check_options(d3s.SelectionOptions())  # defaults are good values
     assert all(each.metadata["help"] for each in dataclasses.fields(d3s.SelectionOptions))
 
 
@@ -211,11 +210,11 @@ def test_an_inherited_option_with_another_default_is_checked() -> None:
         rollouts_end: float = 8.0
         more: int = 3
 
-    assert selection_options.option_names(Mine) == selection_options.option_names(d3s.SelectionOptions)
+    assert options.option_names(Mine) == options.option_names(d3s.SelectionOptions)
     assert d3s.Selection(Mine()).options.rollouts_end == 8.0
     with pytest.raises(ValueError, match=r"rollouts_end: got 2\.5; takes a share"):
         d3s.Selection(Mine(rollouts_end=2.5))
-    assert selection_options.options_from(Mine, {"rollouts_end": 4}).rollouts_end == 4
+    assert options.options_from(Mine, {"rollouts_end": 4}).rollouts_end == 4
 
 
 def test_rollouts_without_a_token_come_last() -> None:
@@ -341,7 +340,7 @@ def test_and_by_no_less_than_if_each_rank_had_chosen_alone(
     total = each * ranks
     assert keep * len(advantages) <= total < keep * len(advantages) + ranks
     alone = torch.cat([own[d3s.max_variance_select(own.float(), each)] for own in by_rank])
-    # The choice may lack one exchange's part of the sum: see d3s_kernels/_across_ranks/rollouts.py.
+    # The choice may lack one exchange's part of the sum: see d3s_kernels/distributed/rollouts.py.
     lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
     assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
 from d3s_kernels import groups_without_spread
-from d3s_kernels.metrics import ASYNC_NAMES, NAMES, PADDING_NAMES, SAMPLING_NAMES, selection_metrics
+from d3s_kernels.selection.metrics import ASYNC_NAMES, NAMES, PADDING_NAMES, SAMPLING_NAMES, selection_metrics
 
 GROUPS, SIZE, WIDTH = 3, 4, 7
 BUDGET = d3s.Budget(2, 0.3)

@@ -24,12 +24,15 @@ from helpers import EVERYTHING, assert_same_bits
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _build, _torch, reference
+from d3s_kernels import _torch, reference
 from d3s_kernels._dispatch import backends
+from d3s_kernels._dispatch.build import FOLDER
 from d3s_kernels._dispatch.libraries import COMPILED, registered
-from d3s_kernels._exact import calls, written_arguments
-from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
-from d3s_kernels.compare import compare_here
+from d3s_kernels._rules.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels.check.compare import compare_here
+from d3s_kernels.check.tolerances import calls, written_arguments
+from d3s_kernels.rollouts.select_rollouts import RolloutRule
+from d3s_kernels.tokens.select_tokens import TokenRule
 
 ROOT = Path(__file__).parents[1]
 OWN = sorted(served_by("kernels", "composed", "cpu"))
@@ -87,7 +90,7 @@ def test_every_op_has_a_kernel_for_the_cpu() -> None:
 
 def test_the_cuda_library_registers_every_op() -> None:
     """The library cannot be loaded without a CUDA build of torch, but it contains the names that it registers."""
-    library = _build.FOLDER / "_cuda.so"
+    library = FOLDER / "_cuda.so"
     if not library.exists():
         pytest.skip("this build has no CUDA library")
     text = library.read_bytes()
@@ -138,7 +141,7 @@ def test_every_public_function_of_the_reference_is_in_the_table() -> None:
     public = {name for name in here if not name.startswith("_")}
     require_all("the functions", FUNCTIONS, public)
     assert public <= set(d3s.__all__)
-    require_all("d3s_kernels/_exact.py, of the ops", set(OPS) & set(FUNCTIONS), set(OPS) & set(d3s.__all__))
+    require_all("d3s_kernels/check/tolerances.py, of the ops", set(OPS) & set(FUNCTIONS), set(OPS) & set(d3s.__all__))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -173,8 +176,8 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_every_rule_is_in_its_table() -> None:
-    assert get_args(d3s.rollouts.RolloutRule) == ROLLOUT_RULES == reference.ROLLOUT_RULES
-    assert get_args(d3s.tokens.TokenRule) == TOKEN_RULES == reference.TOKEN_RULES
+    assert get_args(RolloutRule) == ROLLOUT_RULES == reference.ROLLOUT_RULES
+    assert get_args(TokenRule) == TOKEN_RULES == reference.TOKEN_RULES
 
 
 RULES = [*product(["select_tokens"], TOKEN_RULES), *product(["select_rollouts"], ROLLOUT_RULES)]

@@ -13,7 +13,7 @@ from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks import tokens as across_ranks
+from d3s_kernels.distributed import tokens as across_ranks
 
 SEEDS = rounds(60)  # for each number of ranks and each task
 

@@ -14,7 +14,7 @@ from ranks import pieces_of
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks.tokens import FEW_SEGMENTS, digits_for
+from d3s_kernels.distributed.tokens import FEW_SEGMENTS, digits_for
 
 OPS = torch.ops.d3s_kernels
 NONE_KEPT = 2**32 - 1

@@ -13,14 +13,14 @@ from ranks import SIZES, Ranks, world
 from traffic import asked, counted
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks import tokens as across_ranks
-from d3s_kernels._across_ranks.tokens import FEW_RANKS, FEW_SEGMENTS
 from d3s_kernels.distributed import (
     exchange_rows,
     plan_rows,
     vocab_parallel_linear_logprob_entropy,
     vocab_parallel_logprob_entropy,
 )
+from d3s_kernels.distributed import tokens as across_ranks
+from d3s_kernels.distributed.tokens import FEW_RANKS, FEW_SEGMENTS
 
 formulas = pytest.importorskip("benchmarks.traffic")
 sizes = pytest.mark.parametrize("size", SIZES)

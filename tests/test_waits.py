@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d3s_kernels import _torch
-from d3s_kernels._across_ranks import rollouts, tokens
-from d3s_kernels._head import backward, forward
-from d3s_kernels._head.problem import WHOLE, HeadProblem, Shard
-from d3s_kernels._together import NumberOrTensor, SamplingArguments
+from d3s_kernels._arguments.bundles import NumberOrTensor, SamplingArguments
+from d3s_kernels._lm_head import backward, forward
+from d3s_kernels._lm_head.problem import WHOLE, HeadProblem, Shard
+from d3s_kernels.distributed import rollouts, tokens
 
 ATEN = torch.ops.aten
 GROUP: Any = None  # tests put a stand-in in its place

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d3s_kernels import _groups as collectives
+from d3s_kernels import _collectives
 
 _SENT = ("input", "input_tensor", "input_tensors", "tensors")  # the schemas' names for what a rank sends
 
@@ -47,7 +47,7 @@ def counted() -> Iterator[list[tuple[str, int]]]:
 def asked() -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
     """Records the tensors this rank gives to collectives inside ops, where a dispatch mode does not see them."""
     told: list[tuple[str, torch.Size, torch.dtype]] = []
-    all_reduce, all_gather = dist.all_reduce, collectives._all_gather
+    all_reduce, all_gather = dist.all_reduce, _collectives._all_gather
 
     def reduce(values: Tensor, *arguments: Any, **options: Any) -> Any:
         told.append(("all_reduce", values.shape, values.dtype))
@@ -57,5 +57,5 @@ def asked() -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
         told.append(("all_gather", values.shape, values.dtype))
         return all_gather(out, values, **options)
 
-    with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(collectives, "_all_gather", gather):
+    with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(_collectives, "_all_gather", gather):
         yield told

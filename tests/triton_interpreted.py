@@ -42,7 +42,7 @@ from d3s_kernels import _triton, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._triton import launch, logprob_entropy, max_variance, topk_mask
 from d3s_kernels._triton import logprob_entropy_backward as backward
-from d3s_kernels.compare import compare_here
+from d3s_kernels.check.compare import compare_here
 
 LOWEST = torch.finfo(torch.float32).min
 # Around the ends of edges, blocks, slices and pieces.

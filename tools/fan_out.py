@@ -15,7 +15,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMAS = ("csrc/library.cpp", "d3s_kernels/_head/op.py")
+SCHEMAS = ("csrc/library.cpp", "d3s_kernels/_lm_head/op.py")
 # Names that other code uses for other things, so that counting them says nothing.
 COMMON = {
     "alpha", "bits", "eps", "high", "k", "keep", "level", "low", "ratio", "scale", "shift", "temperature", "wanted",

@@ -100,7 +100,7 @@ class Call:
         """What is wrong with the result of this call, or None."""
         import torch
 
-        from d3s_kernels.compare import Comparison, compare_here
+        from d3s_kernels.check.compare import Comparison, compare_here
 
         row, function = self.row_and_function()
         try:

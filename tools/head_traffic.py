@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d3s_kernels._dispatch import backends
-from d3s_kernels._head import products
-from d3s_kernels._head.backward import Incoming, Wanted
-from d3s_kernels._head.backward import backward as head_backward
-from d3s_kernels._head.forward import forward as head_forward
-from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels._lm_head import products
+from d3s_kernels._lm_head.backward import Incoming, Wanted
+from d3s_kernels._lm_head.backward import backward as head_backward
+from d3s_kernels._lm_head.forward import forward as head_forward
+from d3s_kernels._lm_head.problem import HeadProblem
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lm-head.md"
 GPU = products.SIZES["cuda"]

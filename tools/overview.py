@@ -22,7 +22,7 @@ from performance_picture import MOST_BYTES, words_in
 
 import d3s_kernels as d3s
 from benchmarks.withdrawn import FULL_UPDATE
-from d3s_kernels._page.render import LEVELS, darkest_from, shade
+from d3s_kernels.report.render import LEVELS, darkest_from, shade
 from d3s_kernels.savings.model import from_config
 
 PICTURE = ROOT / "docs" / "overview.png"

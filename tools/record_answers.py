@@ -28,7 +28,7 @@ from _demo.problems import draw  # noqa: E402
 from _demo.rollouts import record  # noqa: E402
 
 import d3s_kernels as d3s  # noqa: E402
-from d3s_kernels._page.text import decoder, token_texts  # noqa: E402
+from d3s_kernels.report.text import decoder, token_texts  # noqa: E402
 
 
 class Recording(NamedTuple):

@@ -5,7 +5,7 @@
 The pages are written for a code host, where a link may lead to any file of the repository. In the copies made here, a
 link leads to a page of the site if its target is on the site, and otherwise to the file at the project's address. Every
 page that another page links to is on the site. The navigation is read from the tables of docs/index.md. Where a page
-of the API says ``.. functions:: d3s_kernels.tokens``, the copy describes each public function of this module.
+of the API says ``.. functions:: d3s_kernels.logprobs``, the copy describes each public function of this module.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 START, CONTENTS = PurePosixPath("README.md"), PurePosixPath("docs/index.md")
 API = PurePosixPath("docs/site/api")
 API_PAGES = (
-    "selection", "rollouts", "tokens", "trust", "vocabulary", "sampling_masks", "ratios", "schedule", "micro_batches",
-    "planning", "distributed", "checks", "metrics", "trl", "verl",
+    "selection", "rollouts", "tokens", "trusted_tokens", "logprobs", "sampling_masks", "ratios", "schedule",
+    "micro_batches", "planning", "distributed", "checks", "metrics", "trl", "verl",
 )  # fmt: skip
 
 Places = dict[PurePosixPath, PurePosixPath]
@@ -87,7 +87,7 @@ def place_of(file: PurePosixPath) -> PurePosixPath:
 def with_functions(page: str) -> str:
     """The page of the API with the functions of a module in place of a line that names it."""
     return re.sub(
-        r"^\.\. functions:: d3s_kernels\.(\w+)$", lambda line: functions_of(line[1]), page, flags=re.MULTILINE
+        r"^\.\. functions:: d3s_kernels\.([\w.]+)$", lambda line: functions_of(line[1]), page, flags=re.MULTILINE
     )
 
 
@@ -96,7 +96,7 @@ def functions_of(module: str) -> str:
     package = PurePosixPath("d3s_kernels")
     imports = [node for node in ast.parse(read(package / "__init__.py")).body if isinstance(node, ast.ImportFrom)]
     public = {alias.name for node in imports if node.module == module for alias in node.names}
-    defined = re.findall(r"^def (\w+)\(", read(package / f"{module}.py"), re.MULTILINE)
+    defined = re.findall(r"^def (\w+)\(", read(package / f"{module.replace('.', '/')}.py"), re.MULTILINE)
     return "\n\n".join(f".. autoapifunction:: d3s_kernels.{name}" for name in defined if name in public)
 
 

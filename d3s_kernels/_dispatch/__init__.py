@@ -1,4 +1,5 @@
-"""Connects each torch op with the code that computes it.
+"""Connects each torch op with the code that computes it. Imports ``_arguments``, ``_torch``, ``_triton`` and
+``reference``.
 
 ``libraries`` loads the compiled libraries, which define the schemas of all ops. ``backends`` decides which back-end
 computes each op on each kind of device. ``registration`` registers for each op the shapes of its results, its gradient,

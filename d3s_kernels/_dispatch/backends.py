@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import _torch, reference
-from .._build import build_info
+from .build import build_info
 from .faults import look
 from .libraries import argument_names, why_not_cuda
 

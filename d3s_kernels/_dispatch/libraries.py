@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._build import FOLDER, build_info
+from .build import FOLDER, build_info
 from .faults import watch
 
 torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
@@ -89,4 +89,4 @@ def registered() -> list[str]:
 
 
 COMPILED = tuple(registered())
-"""The names of the ops of ``csrc/library.cpp``, without the ops of ``_head/op.py``, which are declared later."""
+"""The names of the ops of ``csrc/library.cpp``, without the ops of ``_lm_head/op.py``, which are declared later."""

@@ -1,7 +1,7 @@
 """Registers with torch, for each op: the shapes of its results, its gradient, and the layouts that it refuses.
 
 The functions for the shapes (fakes) are next to the kernels in ``_torch``. They do not check the arguments.
-``_head/op.py`` registers the ops of the LM head in the same way.
+``_lm_head/op.py`` registers the ops of the LM head in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._arguments import require_readable
+from .._arguments.checks import require_readable
 from .backends import DEVICES, is_built
 from .libraries import COMPILED, argument_names, by_name, default_arguments, named, schema_of
 

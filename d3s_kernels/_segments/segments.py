@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._together import SegmentArguments
+from .._arguments.bundles import SegmentArguments
 
 
 class Segments(NamedTuple):
@@ -180,6 +180,17 @@ def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Rankin
 def _by_key(keys: Tensor, segments: Segments) -> Ranking:
     order = torch.sort((segments.segment_ids << 32) + keys, stable=True).indices
     return Ranking(order, torch.empty_like(order).scatter_(0, order, segments.place))
+
+
+def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
+    """Spreads advantages over the tokens: 0-d, one for each token, or one for each sequence. A shape that fits both
+    tokens and sequences means one for each token.
+    """
+    if advantages.dim() == 0:
+        return advantages
+    if advantages.shape == entropy.shape:
+        return advantages.flatten()
+    return sequences.spread(advantages.flatten())
 
 
 # ---- rewards that are equal except for rounding ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, NO_SAMPLING_MASK, SamplingArguments, Tile
+from .._arguments.bundles import ALL_TOKENS, NO_SAMPLING_MASK, SamplingArguments, Tile
 from .kernels import op
 from .spans import Sets, Spans
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._together import of_schema
+from .._arguments.bundles import of_schema
 
 Kernel = Callable[..., Any]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
+from .._arguments.bundles import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from .kernels import op, row_statistics
 from .softmax_state import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
 from .spans import SpanRows

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, GradientArguments, NumberOrTensor, SamplingArguments, Tile
+from .._arguments.bundles import (
+    ALL_TOKENS,
+    NO_SAMPLING_MASK,
+    ONE,
+    GradientArguments,
+    NumberOrTensor,
+    SamplingArguments,
+    Tile,
+)
 from .kernels import like, op
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures

@@ -13,9 +13,9 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
+from .._arguments.bundles import ROWS, SegmentArguments
 from .._segments.quota import DOUBLE_SLACK, Quota
 from .._segments.segments import Segments, both, highest_first, segments_of, selected_segments
-from .._together import ROWS, SegmentArguments
 from .kernels import like, op
 
 _MOST_GROUPS = 16  # the maximum number of groups in a sequence

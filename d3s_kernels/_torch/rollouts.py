@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._arguments.bundles import NOTHING, ROWS, NumberOrTensor, SegmentArguments
 from .._segments.quota import Quota
 from .._segments.segments import (
     TOLERANCE,
@@ -19,7 +20,6 @@ from .._segments.segments import (
     selected_segments,
     without_spread,
 )
-from .._together import NOTHING, ROWS, NumberOrTensor, SegmentArguments
 from .kernels import like, op
 
 

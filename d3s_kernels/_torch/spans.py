@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._together import ALL_TOKENS, SamplingArguments, Tile
+from .._arguments.bundles import ALL_TOKENS, SamplingArguments, Tile
 from .compact import compact
 from .softmax_state import LOWEST
 

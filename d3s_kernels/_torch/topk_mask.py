@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._arguments.bundles import (
+    NO_SAMPLING_MASK,
+    NOTHING,
+    ONE,
+    POOL,
+    ROWS,
+    NumberOrTensor,
+    SamplingArguments,
+    SegmentArguments,
+)
 from .._segments.quota import Quota
-from .._segments.segments import Segments, both, highest_first, pool, segments_of, selected_segments
-from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
+from .._segments.segments import Segments, advantage_of_each, both, highest_first, pool, segments_of, selected_segments
 from .kernels import like, op
 from .logprob_entropy import logprob_entropy
 
@@ -85,17 +94,6 @@ def select_tokens(
     count, threshold = _count_and_threshold(top, scores, each, drop_zeros)
     of_segments = segments.shape_in(entropy)
     return top.mask.view(entropy.shape), count.view(of_segments), threshold.view(of_segments)
-
-
-def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
-    """Spreads advantages over the tokens: 0-d, one for each token, or one for each sequence. A shape that fits both
-    tokens and sequences means one for each token.
-    """
-    if advantages.dim() == 0:
-        return advantages
-    if advantages.shape == entropy.shape:
-        return advantages.flatten()
-    return sequences.spread(advantages.flatten())
 
 
 def _fake_selection_from_logits(logits: Tensor, **more: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._arguments.bundles import NOTHING, NumberOrTensor
 from .._segments.quota import Quota
-from .._segments.segments import ABSENT, NO_KEY, ZERO_KEY, both, order_key, segments_of, signed, unsigned
-from .._together import NOTHING, NumberOrTensor
+from .._segments.segments import (
+    ABSENT,
+    NO_KEY,
+    ZERO_KEY,
+    advantage_of_each,
+    both,
+    order_key,
+    segments_of,
+    signed,
+    unsigned,
+)
 from .kernels import like, op
-from .topk_mask import advantage_of_each
 
 _KEY_BITS = 32
 

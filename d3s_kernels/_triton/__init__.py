@@ -1,4 +1,6 @@
-"""Ops in Triton, for GPUs without the compiled CUDA library. On these GPUs, plain PyTorch computes all other ops."""
+"""Ops in Triton, for GPUs without the compiled CUDA library. On these GPUs, plain PyTorch computes all other ops.
+Imports ``_arguments``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._together import of_schema
+from .._arguments.bundles import of_schema
 from . import logprob_entropy, max_variance, topk_mask
 from . import logprob_entropy_backward as backward
 

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import ALL_TOKENS, NO_SAMPLING_MASK, ONE, GradientArguments, NumberOrTensor, SamplingArguments, Tile
+from .._arguments.bundles import (
+    ALL_TOKENS,
+    NO_SAMPLING_MASK,
+    ONE,
+    GradientArguments,
+    NumberOrTensor,
+    SamplingArguments,
+    Tile,
+)
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NOTHING, ROWS, NumberOrTensor, SegmentArguments
+from .._arguments.bundles import NOTHING, ROWS, NumberOrTensor, SegmentArguments
 from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .token_keys import number

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NumberOrTensor
+from .._arguments.bundles import NumberOrTensor
 
 # Triton does not compile special variants for the values of these arguments of row_start, since strides change with the
 # length of a batch. STEP already tells Triton how the strides are aligned.

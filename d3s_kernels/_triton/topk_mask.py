@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
+from .._arguments.bundles import (
+    NO_SAMPLING_MASK,
+    NOTHING,
+    ONE,
+    POOL,
+    ROWS,
+    NumberOrTensor,
+    SamplingArguments,
+    SegmentArguments,
+)
 from .launch import EXACT, contiguous, registers, smallest, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value

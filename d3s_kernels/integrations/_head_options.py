@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..selection_options import one_of, option
+from ..selection.options import one_of, option
 
 LogitsDtype = Literal["float32", "auto"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..rollouts import groups_without_spread
-from ..schedule import Budget, progress_of
-from ..selection import Selection
-from ..selection_options import check_token_rule
+from ..rollouts.select_rollouts import groups_without_spread
+from ..selection.options import check_token_rule
+from ..selection.schedule import Budget, progress_of
+from ..selection.selection import Selection
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from .._arguments import require_number, require_rule, whole_number
+from .._arguments.checks import require_number, require_rule, whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from .._arguments import require_flag, whole_number
+from .._arguments.checks import require_flag, whole_number
 from .plan import RolloutPlan, shuffled
 
 

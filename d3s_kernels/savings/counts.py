@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from .._segments.quota import Quota
-from ..micro_batches import micro_batches
-from ..prefixes import random_prefixes
-from ..rollouts import group_advantages
-from ..selection import Selection
-from ..tokens import select_tokens
+from ..rollouts.micro_batches import micro_batches
+from ..rollouts.select_rollouts import group_advantages
+from ..selection.selection import Selection
+from ..tokens.random_prefixes import random_prefixes
+from ..tokens.select_tokens import select_tokens
 from .model import Model
 
 PARTS = ("body forward", "recompute", "body backward", "head forward", "head backward", "passes without gradient")

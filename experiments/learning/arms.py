@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from d3s_kernels import Budget, DownSamplingSchedule
-from d3s_kernels.rollouts import RolloutRule
-from d3s_kernels.tokens import TokenRule
-from d3s_kernels.trust import TrustRule
+from d3s_kernels.off_policy.trusted_tokens import TrustRule
+from d3s_kernels.rollouts.select_rollouts import RolloutRule
+from d3s_kernels.tokens.select_tokens import TokenRule
 
 ALL_TOKENS = 1.0
 STALENESS = 3  # of the arms that train on old samples

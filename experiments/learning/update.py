@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import d3s_kernels as d3s
-from d3s_kernels.trust import TrustRule
+from d3s_kernels.off_policy.trusted_tokens import TrustRule
 
 from .arms import ALL_TOKENS, Arm
 from .generate import Rollouts

@@ -16,10 +16,10 @@ from disassembly import Instruction, Resources, cuobjdump, kernels, loops, resou
 from helpers import EVERYTHING, build_folder
 
 import d3s_kernels
-from d3s_kernels import _build
+from d3s_kernels._dispatch.build import FOLDER
 
 ROOT = Path(__file__).parents[2]
-LIBRARY = _build.FOLDER / "_cuda.so"
+LIBRARY = FOLDER / "_cuda.so"
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 COMPILERS = shutil.which("nvcc") is not None and shutil.which("cmake", path=TOOLS) is not None
 

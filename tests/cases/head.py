@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3s_kernels import _exact, reference
-from d3s_kernels._exact import Allowed
+from d3s_kernels import reference
+from d3s_kernels.check import tolerances
+from d3s_kernels.check.tolerances import Allowed
 
 from .draw import FLOATS, Draw
+from .logprobs import alone, detached, with_statistics
 from .meaning import public, public_arguments, step, with_incoming
 from .row import Arguments, differentiable, op
-from .vocabulary import alone, detached, with_statistics
 
-_RULES = _exact.FUNCTIONS["linear_logprob_entropy"]
+_RULES = tolerances.FUNCTIONS["linear_logprob_entropy"]
 
 
 def _rule(name: str) -> Allowed:
@@ -105,7 +106,7 @@ def _kept(draw: Draw) -> Arguments:
     return given | draw.spans(rows, vocabulary, given["labels"], given["mask"], optional=False)
 
 
-def _near_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+def _near_product(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     """The allowed error: rounding steps, in float32 and in the logits' dtype, of the sum of the terms' magnitudes."""
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
     terms = float((hidden @ weight.T).max()) if len(hidden) and len(weight) else 0.0
@@ -123,7 +124,7 @@ def kept_logits(draw: Draw) -> Arguments:
     return given | shard | {"first_token": first}
 
 
-def _gradient_of_places(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+def _gradient_of_places(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     """The allowed error of a gradient of logits, with some rounding steps for a soft cap's slope."""
     temperature = torch.as_tensor(public_arguments("entropy", arguments).get("temperature", 1.0))
     coldest = float(temperature.min()) if temperature.numel() else 1.0
@@ -140,7 +141,7 @@ def kept_logits_backward(draw: Draw) -> Arguments:
     return alone(given | {"first_token": first}, given["logits"])
 
 
-def _near_sum(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+def _near_sum(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     """The allowed error: float32 rounding steps of the sum of magnitudes, and steps of the total in ``out``'s dtype."""
     matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
     most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1 is the factor of the bias
@@ -189,7 +190,7 @@ def kept_weight_grad_(draw: Draw) -> Arguments:
     return given
 
 
-def _near_wide_product(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+def _near_wide_product(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
     return 2**-21 * (hidden @ weight.T)
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from d3s_kernels import SamplingMask, _torch, reference
 from d3s_kernels._dispatch.libraries import schema_of
-from d3s_kernels._exact import written_arguments
+from d3s_kernels.check.tolerances import written_arguments
 
 
 class _Float64(TorchFunctionMode):

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from d3s_kernels import _exact
+from d3s_kernels.check import tolerances
 
 from .draw import Draw
 from .meaning import public, public_arguments, step
@@ -21,18 +21,18 @@ def _groups(draw: Draw, shape: tuple[int, ...]) -> Tensor:
     return draw.laid_out(ids)
 
 
-def _gradient(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
-    return _exact.gradient_of_ratios(exact, public_arguments("importance_ratio", arguments))
+def _gradient(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
+    return tolerances.gradient_of_ratios(exact, public_arguments("importance_ratio", arguments))
 
 
-def _gradient_from_ratios(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+def _gradient_from_ratios(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     log_ratios, zeros = arguments["ratio"].log(), torch.zeros_like(arguments["ratio"])
     return _gradient(exact, {**arguments, "logprob": log_ratios, "old_logprob": zeros})
 
 
 @op(
     public("importance_ratio"),
-    results=_exact.FUNCTIONS["importance_ratio"].results,
+    results=tolerances.FUNCTIONS["importance_ratio"].results,
     gradients={"logprob": _gradient},
 )
 def importance_ratio(draw: Draw) -> Arguments:
@@ -73,7 +73,7 @@ def entropy_groups(draw: Draw) -> Arguments:
     return given | {"quantiles": quantiles, "pooled": draw.flag()}
 
 
-@op(public("adaptive_clip"), results=_exact.FUNCTIONS["adaptive_clip"].results)
+@op(public("adaptive_clip"), results=tolerances.FUNCTIONS["adaptive_clip"].results)
 def adaptive_clip(draw: Draw) -> Arguments:
     shape, offsets = draw.segments()
     return {

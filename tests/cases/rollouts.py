@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3s_kernels import _exact, reference
+from d3s_kernels import reference
+from d3s_kernels.check import tolerances
 
 from .draw import FLOATS, Draw
 from .meaning import public, public_arguments
@@ -15,7 +16,7 @@ from .row import Arguments, op
 from .tokens import number, segmented, with_rule
 
 
-@op(public("group_advantages"), results=_exact.FUNCTIONS["group_advantages"].results)
+@op(public("group_advantages"), results=tolerances.FUNCTIONS["group_advantages"].results)
 def group_advantages(draw: Draw) -> Arguments:
     """Sometimes all finite rewards are equal but for rounding: each is 1, or the next lower number of the dtype."""
     given = segmented(draw, "rewards", dtypes=(*FLOATS, torch.float64))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from d3s_kernels import _exact
 from d3s_kernels._dispatch.libraries import argument_names
-from d3s_kernels._exact import Allowed, equal
+from d3s_kernels.check import tolerances
+from d3s_kernels.check.tolerances import Allowed, equal
 
 from .draw import Draw
 
@@ -22,7 +22,7 @@ ServedBy = Literal["kernels", "composed", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(_exact.Row):
+class Row(tolerances.Row):
     """A row of the table: an op or a public function.
 
     Attributes:

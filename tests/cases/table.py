@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from d3s_kernels import _exact
+from d3s_kernels.check import tolerances
 
 from . import head as head  # each file puts its ops into the table
+from . import logprobs, rollouts, tokens
 from . import ratios as ratios
-from . import rollouts, tokens, vocabulary
 from .draw import Draw
 from .meaning import public_arguments
 from .row import OPS as OPS
@@ -30,8 +30,8 @@ def _public(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
 
 # What draws the arguments of public functions; of one that is not listed, they are those of the op of the same name.
 _DRAWN: Mapping[str, DrawArguments] = {
-    "entropy": vocabulary.rows_of_logits,
-    "logprob_entropy": lambda draw: vocabulary.with_labels(draw, vocabulary.rows_of_logits(draw)),
+    "entropy": logprobs.rows_of_logits,
+    "logprob_entropy": lambda draw: logprobs.with_labels(draw, logprobs.rows_of_logits(draw)),
     "group_advantages": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "groups_without_spread": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
     "variance_mass": lambda draw: rollouts.whole_rewards(draw, rollouts.group_advantages(draw)),
@@ -40,9 +40,9 @@ _DRAWN: Mapping[str, DrawArguments] = {
     "select_rollouts": rollouts.rollout_rules,
     "shared_tokens": tokens.shared_tokens,
 }
-if forgotten := _exact.FUNCTIONS.keys() - OPS.keys() - _DRAWN.keys():
+if forgotten := tolerances.FUNCTIONS.keys() - OPS.keys() - _DRAWN.keys():
     raise AssertionError(f"nothing in tests/cases draws the arguments of {', '.join(sorted(forgotten))}")
 FUNCTIONS = {
     name: Row(**vars(row), draw=partial(_public, name, _DRAWN.get(name) or OPS[name].draw))
-    for name, row in _exact.FUNCTIONS.items()
+    for name, row in tolerances.FUNCTIONS.items()
 }

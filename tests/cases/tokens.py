@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3s_kernels import _exact, reference
+from d3s_kernels import reference
+from d3s_kernels.check import tolerances
 
 from .draw import Draw
 from .meaning import public, public_arguments, step
@@ -119,8 +120,8 @@ def random_prefixes(draw: Draw) -> Arguments:
 
 
 @op(
-    lambda **given: _exact.from_logits(**public_arguments("select_tokens_from_logits", given))[:4],
-    results=dict(list(_exact.FUNCTIONS["select_tokens_from_logits"].results.items())[:4]),  # the op has no weights
+    lambda **given: tolerances.from_logits(**public_arguments("select_tokens_from_logits", given))[:4],
+    results=dict(list(tolerances.FUNCTIONS["select_tokens_from_logits"].results.items())[:4]),  # the op has no weights
     from_found=True,
 )
 def select_tokens_from_logits(draw: Draw) -> Arguments:
@@ -171,7 +172,7 @@ def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
     return {"keys": keys, "search": search, "offsets": offsets, "shift": shift, "bits": bits, **quota}
 
 
-def _counts(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+def _counts(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     """0, except for the digit value 0: masked values have the key 0 and may be counted, as no search reaches it."""
     limit = torch.zeros(exact.shape, dtype=torch.float64)
     limit[:, 0] = int((arguments["keys"] == 0).sum())

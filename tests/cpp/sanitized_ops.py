@@ -26,7 +26,7 @@ from cases.coverage import require_all, served_by  # noqa: E402
 from cases.draw import Draw  # noqa: E402
 from cases.table import OPS  # noqa: E402
 
-from d3s_kernels.compare import compare_here  # noqa: E402
+from d3s_kernels.check.compare import compare_here  # noqa: E402
 
 # Draws, by the largest length of a row or a segment: many short ones, and some beyond each size at which a kernel
 # starts to work in pieces.

@@ -15,11 +15,11 @@ from cases.table import OPS
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks import tokens as across_ranks
-from d3s_kernels._across_ranks.rollouts import most_varied
-from d3s_kernels._exact import written_arguments
-from d3s_kernels._selection import rules
-from d3s_kernels.compare import moved
+from d3s_kernels._rules import rules
+from d3s_kernels.check.compare import moved
+from d3s_kernels.check.tolerances import written_arguments
+from d3s_kernels.distributed import tokens as across_ranks
+from d3s_kernels.distributed.rollouts import most_varied
 
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 DRAWS = 3  # of each op's arguments

@@ -17,7 +17,7 @@ from cases.draw import Draw
 from cases.table import OPS
 from every_op import GPU
 
-from d3s_kernels.compare import moved
+from d3s_kernels.check.compare import moved
 
 # Draws, by the largest length of a row or a segment: beyond each size at which a kernel changes to other launches.
 SIZES = {40: 3, 10_000: 2, 70_000: 1}

@@ -9,7 +9,7 @@ from cases.draw import Draw
 from cases.table import OPS
 from every_op import GPU, size
 
-from d3s_kernels.compare import compare_here
+from d3s_kernels.check.compare import compare_here
 
 # Draws, by the largest length of a row or a segment: one block, several blocks, and more than a block's memory holds.
 SIZES = {40: size(20, 4), 5000: size(5, 1), 100_000: size(1, 0)}

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels._lm_head.problem import HeadProblem
 
 OP = torch.ops.d3s_kernels
 SLICE = 32768  # kSlice in csrc/cuda/logprob_entropy.cu

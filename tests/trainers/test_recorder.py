@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_trl import EOS, PAD, model, run_example
 from transformers import TemperatureLogitsWarper
 
-from d3s_kernels.recorder import Recorder, recording
+from d3s_kernels.support.recorder import Recorder, recording
 
 ROWS, STEPS = 4, 70  # more steps than are held at once
 PROMPTS = torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]])

@@ -24,7 +24,7 @@ from d3s_kernels import Budget
 from d3s_kernels.integrations import trl as integration
 from d3s_kernels.integrations._versions import untested
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
-from d3s_kernels.selection_options import rollouts_of
+from d3s_kernels.selection.options import rollouts_of
 
 OURS = {field.name: field for field in dataclasses.fields(D3SConfig)}.keys() - {
     field.name for field in dataclasses.fields(GRPOConfig)

@@ -16,7 +16,7 @@ from tiny_trl import GROUP, VOCABULARY, PlainTrainer, model, trainer
 from transformers import Qwen2Config
 
 from d3s_kernels.integrations.trl.tokens import as_espo
-from d3s_kernels.ratios import espo_terms
+from d3s_kernels.off_policy.importance_ratio import espo_terms
 
 ALPHA = 0.1  # so wide that only some ratios are out of range
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}

@@ -22,7 +22,7 @@ from batches import micro_batch
 from tiny_trl import trainer
 
 from d3s_kernels import SamplingMask, UnsupportedHead, linear_logprob_entropy, reference
-from d3s_kernels.heads import read_head
+from d3s_kernels._lm_head.from_model import read_head
 from d3s_kernels.integrations.trl import head as our_head
 from d3s_kernels.integrations.trl.head import OurHead, check_head, d3s_head
 

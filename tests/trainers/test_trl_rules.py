@@ -14,10 +14,10 @@ from tiny_trl import GROUP, PlainTrainer, generated, trainer
 from trl import GRPOTrainer
 
 from d3s_kernels import TokenSelection, group_advantages, select_rollouts, select_tokens
-from d3s_kernels.metrics import selection_metrics
-from d3s_kernels.rollouts import RolloutRule
+from d3s_kernels.rollouts.select_rollouts import RolloutRule
 from d3s_kernels.selection import choose_rollouts
-from d3s_kernels.tokens import TokenRule
+from d3s_kernels.selection.metrics import selection_metrics
+from d3s_kernels.tokens.select_tokens import TokenRule
 
 
 @pytest.fixture(scope="module")

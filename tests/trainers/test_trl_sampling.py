@@ -17,7 +17,7 @@ from tiny_trl import GROUP, VOCABULARY, arguments, model, share_of_even, tokeniz
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 from d3s_kernels.integrations.trl.head import d3s_head, over_sets
-from d3s_kernels.metrics import NAMES, PADDING_NAMES, SAMPLING_NAMES
+from d3s_kernels.selection.metrics import NAMES, PADDING_NAMES, SAMPLING_NAMES
 
 CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "temperature": 0.8}
 ON = CUT | {"sampling_mask": True}

@@ -23,9 +23,9 @@ from tiny_trl import PlainTrainer, generated, trainer
 from trl_changes import BY_THE_TEST, IN_THE_FIRST_STEP, other_order
 from trl_surface import ChangedTRL, check_class, check_loss
 
-from d3s_kernels.denominators import DENOMINATORS
 from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
 from d3s_kernels.integrations.trl.scoring import Scoring
+from d3s_kernels.selection.loss_weights import DENOMINATORS
 
 SOURCE = Path(trls.__file__).read_text(encoding="utf-8")
 LAYERS = D3STrainer.__mro__[: D3STrainer.__mro__.index(trls.GRPOTrainer)]  # the classes of ours, down to Scoring

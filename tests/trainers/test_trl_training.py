@@ -15,12 +15,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_trl import GROUP, PlainTrainer, generated, model, share_of_even, trainer
 
-from d3s_kernels._head import backward
+from d3s_kernels._lm_head import backward
 from d3s_kernels.integrations import trl as integration
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl import trainer as module
 from d3s_kernels.integrations.trl.scoring import Passes
-from d3s_kernels.metrics import NAMES, PADDING_NAMES
+from d3s_kernels.selection.metrics import NAMES, PADDING_NAMES
 
 LOGGED = {*NAMES, *PADDING_NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"} - {"d3s/flops_saved"}
 

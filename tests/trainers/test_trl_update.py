@@ -17,10 +17,10 @@ from accelerate import DistributedType
 from batches import generation_batch, micro_batch, texts, with_sets
 from tiny_trl import model, trainer
 
-from d3s_kernels import sampling
-from d3s_kernels._head import problem
-from d3s_kernels._head.op import AtBackward
+from d3s_kernels._lm_head import problem
+from d3s_kernels._lm_head.op import AtBackward
 from d3s_kernels.integrations.trl.head import HostNumber, OurHead
+from d3s_kernels.support import sampling_mask
 
 OURS = str(Path(sys.modules[OurHead.__module__].__file__ or "").parents[2])  # the package
 TORCH = str(Path(torch.__file__).parent)
@@ -63,7 +63,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
     read = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", tolist)
-    for module in (problem, sampling):  # the values of tensors on a GPU are not checked
+    for module in (problem, sampling_mask):  # the values of tensors on a GPU are not checked
         monkeypatch.setattr(module, "is_known", lambda tensor: False)
     # On a GPU the number was copied while TRL's loss waited for its own metrics.
     monkeypatch.setattr(HostNumber, "value", lambda number: read(number._copy))

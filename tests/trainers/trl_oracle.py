@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_trust import meaning as weights_of_rule
+from test_trusted_tokens import meaning as weights_of_rule
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Qwen2ForCausalLM, TrainerCallback

@@ -24,8 +24,8 @@ import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from torch import Tensor
 
-from d3s_kernels.denominators import DENOMINATORS
 from d3s_kernels.integrations.trl.batch import loss_mask
+from d3s_kernels.selection.loss_weights import DENOMINATORS
 
 
 def place(function: Any) -> str:

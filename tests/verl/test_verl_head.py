@@ -28,7 +28,7 @@ from verl_world import make_trainer
 from d3s_kernels import reference
 from d3s_kernels.integrations.verl import head
 from d3s_kernels.integrations.verl.sampling_mask import sampling_mask_of
-from d3s_kernels.vocabulary import linear_logprob_entropy
+from d3s_kernels.logprobs import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
 

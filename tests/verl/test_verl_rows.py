@@ -18,7 +18,7 @@ import d3s_kernels as d3s
 from d3s_kernels.integrations.verl import D3SOptions
 from d3s_kernels.integrations.verl.rows import rows_of_an_update, sessions
 from d3s_kernels.selection import Selection
-from d3s_kernels.selection_options import options_from
+from d3s_kernels.selection.options import options_from
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 

@@ -24,7 +24,7 @@ from verl_world import Rewards, a_step, draw_rewards, make_trainer, put_rollouts
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels.metrics import NAMES
+from d3s_kernels.selection.metrics import NAMES
 
 D3S = "+trainer.v1.d3s_sync"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -10,7 +10,7 @@ from grids import Panel, draw_grids
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._selection.rules import ROLLOUT_RULES
+from d3s_kernels._rules.rules import ROLLOUT_RULES
 
 NAMES = {
     ("max_variance", "batch"): "D3S",

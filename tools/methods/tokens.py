@@ -9,7 +9,7 @@ from batch import ENTROPY, RATIO, TOKEN_ADVANTAGES, TOKEN_MASK
 from grids import Panel, draw_grids
 
 import d3s_kernels as d3s
-from d3s_kernels._selection.rules import TOKEN_RULES
+from d3s_kernels._rules.rules import TOKEN_RULES
 
 NAMES = {
     ("advantage_entropy", "batch"): "D3S: by |A| H",

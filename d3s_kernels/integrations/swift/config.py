@@ -11,8 +11,8 @@ from typing import Any
 
 from swift.rlhf_trainers import GRPOConfig
 
-from ...selection_options import SelectionOptions, check_options, option_names
-from ...trust import weighs
+from ...off_policy.trusted_tokens import weighs
+from ...selection.options import SelectionOptions, check_options, option_names
 from .._transformers import check_token_options, imply_from_quantile
 
 PREFIX = "d3s_"

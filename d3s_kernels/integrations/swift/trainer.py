@@ -12,9 +12,9 @@ from swift.rlhf_trainers.utils import get_even_process_data
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...denominators import DENOMINATORS, gradient_weights, only_through
-from ...metrics import OFF_POLICY_SHARE, rollout_metrics, token_metrics, token_sums
-from ...selection import Selection
+from ...selection.loss_weights import DENOMINATORS, gradient_weights, only_through
+from ...selection.metrics import OFF_POLICY_SHARE, rollout_metrics, token_metrics, token_sums
+from ...selection.selection import Selection
 from .._transformers import RunWithBudget, total_rewards, without_spread
 from .config import D3SConfig
 

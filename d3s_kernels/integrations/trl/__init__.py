@@ -16,7 +16,7 @@ from .._versions import untested
 if (_wrong := untested("trl", trl.__version__, "1.15", "1.17", "tests/trainers")) is not None:
     raise ImportError(_wrong)
 
-from ..._own_logits import UnsupportedHead
+from ..._lm_head.own_logits import UnsupportedHead
 from .config import D3SConfig
 from .scoring import UnknownTRL
 from .trainer import D3STrainer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ...selection_options import FLAG, SelectionOptions, Takes, check_options, option, rollouts_of, whole
+from ...selection.options import FLAG, SelectionOptions, Takes, check_options, option, rollouts_of, whole
 from .._head_options import HeadOptions
 from .._transformers import check_token_options, imply, imply_keep_all
 

@@ -23,14 +23,14 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer as trl_async
 
-from ...denominators import only_through
-from ...heads import read_head
-from ...metrics import NOT_FINITE, PARTIAL_GROUPS, REWARD, SHARED_SHARE, rollout_metrics
-from ...prefixes import Prefixes
-from ...rollouts import groups_without_spread
-from ...schedule import progress_of
-from ...selection import Selection, in_groups
-from ...trust import TrustedTokens, weighs
+from ..._lm_head.from_model import read_head
+from ...off_policy.trusted_tokens import TrustedTokens, weighs
+from ...rollouts.select_rollouts import groups_without_spread
+from ...selection.loss_weights import only_through
+from ...selection.metrics import NOT_FINITE, PARTIAL_GROUPS, REWARD, SHARED_SHARE, rollout_metrics
+from ...selection.schedule import progress_of
+from ...selection.selection import Selection, in_groups
+from ...tokens.random_prefixes import Prefixes
 from .._transformers import RunWithBudget
 from .async_config import D3SAsyncGRPOConfig
 from .async_window import Rollout, RolloutWindow

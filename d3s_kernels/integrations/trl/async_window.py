@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...metrics import LATE_SAMPLES
+from ...selection.metrics import LATE_SAMPLES
 
 STALE = "sample/dropped_stale_total"  # TRL's counter of the samples that its own rule drops
 

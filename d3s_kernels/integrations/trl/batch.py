@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ...recorder import NO_TOKEN
+from ...support.recorder import NO_TOKEN
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,7 +73,7 @@ def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: Pro
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
-    from ..._groups import ranks_of
+    from ..._collectives import ranks_of
     from ...distributed import exchange_rows, plan_rows
 
     plan = plan_rows(kept, process_group)

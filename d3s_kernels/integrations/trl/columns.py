@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...micro_batches import MicroBatch, micro_batches
+from ...rollouts.micro_batches import MicroBatch, micro_batches
 from .batch import BOTH, COMPLETION, PROMPT, Batch
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from ...denominators import DENOMINATORS
-from ...schedule import DownSamplingSchedule
-from ...selection import Selection
-from ...selection_options import (
+from ...off_policy.trusted_tokens import weighs
+from ...selection.loss_weights import DENOMINATORS
+from ...selection.options import (
     ALPHA,
     FLAG,
     QUANTILES,
@@ -22,7 +21,8 @@ from ...selection_options import (
     require_mode,
     whole,
 )
-from ...trust import weighs
+from ...selection.schedule import DownSamplingSchedule
+from ...selection.selection import Selection
 from .._head_options import HeadOptions
 from .._transformers import check_token_options, imply_from_quantile, imply_keep_all
 

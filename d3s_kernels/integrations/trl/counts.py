@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
+from ...selection.metrics import OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
 
 
 class CountsTokens:
@@ -30,8 +30,8 @@ class CountsTokens:
         measured: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns sums over a micro-batch of all processes, float64 ``[9]``: those of
-        :func:`d3s_kernels.metrics.token_sums`; then the numbers of the tokens that were left to choose from, of those
-        whose loss has a weight above 0, and of the kept ones of these.
+        :func:`d3s_kernels.selection.metrics.token_sums`; then the numbers of the tokens that were left to choose from,
+        of those whose loss has a weight above 0, and of the kept ones of these.
         """
         sums = token_sums(kept, mask, entropy, advantages, measured)
         more = torch.stack([part.sum() for part in (left, weighted, kept & weighted)])

@@ -19,15 +19,15 @@ import trl.trainer.utils as trl_utils
 from accelerate import DistributedType
 from torch import Tensor
 
+from ..._arguments.bundles import NumberOrTensor
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
-from ..._head import op
-from ..._head.op import AtBackward
-from ..._head.problem import HeadProblem
-from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
-from ..._together import NumberOrTensor
-from ...heads import read_head, why_not_here
-from ...sampling import SamplingMask, op_arguments
+from ..._lm_head import op
+from ..._lm_head.from_model import read_head, why_not_here
+from ..._lm_head.op import AtBackward
+from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
+from ..._lm_head.problem import HeadProblem
+from ...support.sampling_mask import SamplingMask, op_arguments
 from .._head_options import LogitsDtype, dtype_of_logits
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction

@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..._page.collected import CollectedRollouts, joined
-from ...page import selection_page
+from ...report.collected import CollectedRollouts, joined
+from ...report.selection_page import selection_page
 from .batch import Batch, loss_mask
 
 SHOWN = 64  # a page shows the first whole groups of the batch: up to this number of rollouts, but at least one group

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
-from ...metrics import LARGEST
+from ...selection.metrics import LARGEST
 from .._transformers import RunWithBudget
 from .batch import FIELDS, IMAGES, PREFIX, SETS, Batch, take
 from .columns import MayCut, cut, divided_by_work, last_columns, row_lengths, trimmed, what_may_be_cut

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...denominators import gradient_weights, only_through
-from ...prefixes import Prefixes
-from ...ratios import espo_terms
-from ...tokens import TokenSelection
-from ...trust import TrustedTokens
+from ...off_policy.importance_ratio import espo_terms
+from ...off_policy.trusted_tokens import TrustedTokens
+from ...selection.loss_weights import gradient_weights, only_through
+from ...tokens.random_prefixes import Prefixes
+from ...tokens.select_tokens import TokenSelection
 from .batch import DRAWS, PREFIX, PREFIX_WEIGHT, SETS, SHARED, UNMEASURED, Batch, loss_mask, take
 from .columns import last_columns
 from .config import D3SConfig

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...heads import read_head
-from ...metrics import SHARED_SHARE, rollout_metrics, set_metrics, set_sums
-from ...recorder import Recorded, recording
-from ...rollouts import Scale, groups_without_spread
-from ...selection import Selection
-from ...shared_tokens import shared_tokens
+from ..._lm_head.from_model import read_head
+from ...rollouts.select_rollouts import Scale, groups_without_spread
+from ...selection.metrics import SHARED_SHARE, rollout_metrics, set_metrics, set_sums
+from ...selection.selection import Selection
+from ...support.recorder import Recorded, recording
+from ...tokens.shared_tokens import shared_tokens
 from .._transformers import total_rewards, without_spread
 from .batch import DRAWS, SETS, SHARED, Batch, joined, keep_rollouts, loss_mask, take
 from .columns import trimmed

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ...denominators import DENOMINATORS
-from ...metrics import padding_metrics
+from ...selection.loss_weights import DENOMINATORS
+from ...selection.metrics import padding_metrics
 from .batch import PREFIX, Batch, concatenated, take
 from .columns import MayCut, all_trimmed, divided_by_work, last_columns, limit_of_columns, row_lengths
 from .tokens import ChoosesTokens

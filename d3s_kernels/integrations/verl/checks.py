@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ...selection_options import option_names, options_from
+from ...selection.options import option_names, options_from
 from .._head_options import HeadOptions
 from .sampling_mask import wrong_number
 

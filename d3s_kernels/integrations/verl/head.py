@@ -24,10 +24,10 @@ from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from ..._own_logits import UnsupportedHead, UntriedHead, verified_head
-from ...heads import read_head
-from ...sampling import SamplingMask
-from ...vocabulary import linear_logprob_entropy
+from ..._lm_head.from_model import read_head
+from ..._lm_head.own_logits import UnsupportedHead, UntriedHead, verified_head
+from ...logprobs import linear_logprob_entropy
+from ...support.sampling_mask import SamplingMask
 from .._head_options import LogitsDtype, dtype_of_logits
 from .checks import head_options
 from .replaced import Replaced

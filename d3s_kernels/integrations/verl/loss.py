@@ -13,9 +13,9 @@ from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_p
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 
-from ...ratios import espo_terms
-from ...selection_options import check_options, check_token_rule, option_names, options_from, require_mode
-from ...tokens import select_tokens
+from ...off_policy.importance_ratio import espo_terms
+from ...selection.options import check_options, check_token_rule, option_names, options_from, require_mode
+from ...tokens.select_tokens import select_tokens
 from . import entropy  # imports no names: verl, which this loads, may import this file before they exist
 from .options import POLICY_LOSS, PolicyLossOptions
 

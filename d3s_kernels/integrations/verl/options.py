@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ...selection_options import (
+from ...selection.options import (
     ALPHA,
     FLAG,
     QUANTILES,
@@ -18,7 +18,7 @@ from ...selection_options import (
     option,
     whole,
 )
-from ...tokens import TokenRule
+from ...tokens.select_tokens import TokenRule
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 Mode = Literal["d3s_sync", "d3s_colocate_async", "d3s_separate_async"]

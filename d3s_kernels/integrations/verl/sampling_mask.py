@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sampling import SamplingMask, offsets_of
+from ...support.sampling_mask import SamplingMask, offsets_of
 
 NOTE = "d3s_sampling_mask"
 """The key of the batch entry that makes verl's actor use sampling masks: ``batch.meta_info[NOTE] = field``."""

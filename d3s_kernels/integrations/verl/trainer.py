@@ -26,7 +26,9 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from ...metrics import (
+from ...off_policy.trusted_tokens import TrustedTokens, weighs
+from ...rollouts.select_rollouts import group_advantages, groups_without_spread
+from ...selection.metrics import (
     OFF_POLICY_SHARE,
     SHARED_SHARE,
     rollout_metrics,
@@ -35,13 +37,11 @@ from ...metrics import (
     token_metrics,
     token_sums,
 )
-from ...prefixes import Prefixes
-from ...rollouts import group_advantages, groups_without_spread
-from ...schedule import Budget, progress_of
-from ...selection import Selection, in_groups
-from ...selection_options import options_from
-from ...shared_tokens import shared_tokens
-from ...trust import TrustedTokens, weighs
+from ...selection.options import options_from
+from ...selection.schedule import Budget, progress_of
+from ...selection.selection import Selection, in_groups
+from ...tokens.random_prefixes import Prefixes
+from ...tokens.shared_tokens import shared_tokens
 from .checks import require_config, require_head, require_sets, require_used
 from .cuts import FIELDS, WEIGHED, WEIGHT, Plan, plan_of, refusals, shortened
 from .options import POLICY_LOSS, D3SOptions, Mode

@@ -1,0 +1,1 @@
+"""Checks of arguments, and objects that each combine several arguments of an op. Imports nothing."""

@@ -1,0 +1,329 @@
+"""The backward of the LM head. It recomputes each tile of logits, overwrites the tile with its gradient, and multiplies
+the gradient with the weight and with the hidden states.
+
+Rows whose gradient is 0 are skipped. If the vocabulary is sharded, each rank works on its own shard, and the ranks sum
+their gradients of the hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._arguments.bundles import NumberOrTensor
+from .._arguments.checks import is_known
+from .forward import Picked, dense_rows, flat, flat_rows, with_kept_logits
+from .problem import HeadProblem
+from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
+
+_op = torch.ops.d3s_kernels
+
+_STRIP = 4 << 20  # the number of logits in a strip: enough to keep a GPU busy, but with little extra memory
+
+
+class Incoming(NamedTuple):
+    """The inputs of the backward that have one value for each row: incoming gradients and the forward's statistics."""
+
+    grad_logprob: Tensor | None
+    grad_entropy: Tensor | None
+    entropy: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+
+    def poisoned(self, bad: Tensor, both: bool) -> Incoming:
+        """Replaces the incoming gradients with NaN if ``bad`` is true. If ``both`` is False, only one of the two is
+        replaced: this is enough to make a row's whole gradient NaN.
+        """
+        grad_logprob, grad_entropy = self.grad_logprob, self.grad_entropy
+        if grad_logprob is not None and (both or grad_entropy is None):
+            grad_logprob = grad_logprob.masked_fill(bad, torch.nan)
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.masked_fill(bad, torch.nan)
+        return self._replace(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Incoming:
+        return Incoming(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
+
+
+INPUTS = ("hidden", "weight", "bias")  # the arguments that have a gradient
+
+
+class Wanted(NamedTuple):
+    """Flags for the gradients to compute, and an optional tensor to which the weight's gradient is added."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    weight_grad_into: Tensor | None = None
+
+
+@without_autocast
+def backward(
+    problem: HeadProblem,
+    incoming: Incoming,
+    wanted: Wanted,
+    weight_grad_into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of hidden states, weight and bias. A gradient that is not wanted is an empty tensor. With
+    ``weight_grad_into``, the weight's gradient is added to that tensor, and an empty tensor is returned. The problem
+    must have been checked.
+    """
+    wanted = wanted._replace(weight_grad_into=weight_grad_into)
+    if problem.sampling_mask.offsets is None:
+        return _of_all_tokens(problem, incoming, wanted)
+    dense, may_be_dense = dense_rows(problem), problem.sampling_mask.may_be_dense
+    exceeded = _any_exceeded(
+        problem.rows,
+        (problem.max_grad_rows, lambda: _rows_with_gradient(problem, incoming)),
+        (problem.sampling_mask.max_dense_rows, lambda: dense.mask),
+    )
+    if exceeded is not None:
+        incoming = incoming.poisoned(exceeded, both=may_be_dense)
+    if may_be_dense:
+        gradients = _of_all_tokens(dense, incoming, wanted, exceeded)
+    else:
+        gradients = _filled(problem, wanted, exceeded)
+    return _with_kept_tokens(problem, incoming, wanted, gradients, exceeded)
+
+
+def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
+    """Returns a 0-d flag: whether any mask marks more rows than its bound. Returns None if the host already knows that
+    none does.
+    """
+    any_exceeded = None
+    for bound, mask in bounds:
+        if bound is not None and bound < rows and (counted := mask()) is not None:
+            exceeded = counted.any() if bound == 0 else counted.sum() > bound
+            any_exceeded = exceeded if any_exceeded is None else any_exceeded | exceeded
+    return None if any_exceeded is None or (_host_knows(any_exceeded) and not any_exceeded) else any_exceeded
+
+
+def _host_knows(flag: Tensor) -> bool:
+    """Returns whether the host can read the flag without a host sync. A fake tensor in a trace has no value."""
+    return type(flag) is Tensor and is_known(flag)
+
+
+def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns gradients filled with 0, or with NaN if ``bad`` is true. Each gradient is written only once, even if the
+    host does not know the value of ``bad``.
+    """
+
+    def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
+        if not wanted:
+            return like.new_empty(0)
+        if bad is None:
+            return like.new_zeros(shape)
+        if _host_knows(bad):
+            return like.new_full(shape, torch.nan)
+        # A GPU copies 8-byte elements twice as fast as 2-byte elements.
+        number, elements = like.new_zeros(()).masked_fill_(bad, torch.nan), math.prod(shape)
+        room = number.new_empty(whole_vectors(elements, number.dtype))
+        room.view(torch.int64).copy_(number.repeat(8 // number.itemsize).view(torch.int64))
+        return room[:elements].view(shape)
+
+    hidden, weight = problem.hidden, problem.weight
+    # On a GPU, the gradient of the hidden states is filled with 0 here, since a fill with a value that the host does
+    # not know takes twice as long. If ``bad`` is true, kept_hidden_grad_ fills the gradient with NaN later.
+    of_rows = bad if bad is not None and _host_knows(bad) else None
+    return (
+        filled(hidden, wanted.hidden, of_rows, *hidden.shape),
+        filled(weight, wanted.weight and wanted.weight_grad_into is None, bad, *weight.shape),
+        filled(weight, wanted.bias, bad, len(weight)),
+    )
+
+
+def _with_kept_tokens(
+    problem: HeadProblem,
+    incoming: Incoming,
+    wanted: Wanted,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    exceeded: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds the terms of rows that have a span to ``gradients``, which already has the terms of all other rows."""
+    problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
+    hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
+    assert offsets is not None
+    incoming = incoming.map(lambda values: flat(values, problem.rows))
+    with torch._C._AutoDispatchBelowAutograd():  # skips the autograd kernel: Python code that only refuses gradients
+        arguments = with_kept_logits(problem, "kept_logits_backward", **incoming._asdict())
+        grad, rows, tokens, undefined = _op.kept_logits_backward.default(*arguments)
+    if exceeded is not None:
+        undefined.logical_or_(exceeded)
+    if wanted.hidden:
+        out = grad_hidden.view(hidden.shape)
+        total = out if shard.ranks is None else torch.zeros_like(out, dtype=torch.float32)
+        _op.kept_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
+        if total is not out:
+            total = shard.total_(total).to(hidden.dtype)
+            has_span = (offsets.diff() != 0).logical_or_(undefined).unsqueeze(1)
+            grad_hidden = torch.where(has_span, total, out).view(grad_hidden.shape)
+    if wanted.weight or wanted.bias:
+        of_weight = grad_weight if wanted.weight_grad_into is None else wanted.weight_grad_into
+        if not wanted.weight:
+            hidden, of_weight = hidden[:, :0], weight.new_empty((weight.shape[0], 0))
+        of_bias = grad_bias if wanted.bias else None
+        _op.kept_weight_grad_.default(grad, hidden, rows, tokens, of_weight, of_bias)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _of_all_tokens(
+    problem: HeadProblem, incoming: Incoming, wanted: Wanted, exceeded: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    head, shard = Head.of(problem), problem.shard
+    active = _rows_with_gradient(problem, incoming)
+    if wanted.hidden:  # rows of this gradient are summed over the ranks, so all ranks must pick the same rows
+        active = shard.anyones_(active)
+    picked = Picked.where(active, problem.max_grad_rows, exceeded)
+    rows = _Rows.gathered(picked, problem, incoming)
+    grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted)
+    if not len(rows.hidden):  # without tiles, the NaN of an exceeded bound has not reached these gradients
+        picked.poison_(grad_weight)
+        picked.poison_(grad_bias)
+        if wanted.weight and wanted.weight_grad_into is not None:
+            picked.poison_(wanted.weight_grad_into)
+    # The shards' gradients mostly cancel in the sum. If they were rounded before the sum, the error would grow with the
+    # number of ranks.
+    grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
+    if wanted.hidden:
+        grad_hidden = picked.scatter((grad_hidden,), problem.rows)[0].view(problem.hidden.shape)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
+    grad_logprob, grad_entropy, labels, mask, count = *incoming[:2], problem.labels, problem.mask, problem.rows
+    active = None
+    if grad_logprob is not None:
+        active = (flat(grad_logprob, count) != 0).logical_and_(flat(labels, count) != -100)
+    if grad_entropy is not None:
+        other = flat(grad_entropy, count) != 0
+        active = other if active is None else active.logical_or_(other)
+    if active is None:
+        active = torch.zeros(count, dtype=torch.bool, device=labels.device)
+    return active if mask is None else active.logical_and_(flat(mask, count))
+
+
+class _Rows(NamedTuple):
+    """The packed rows that have a gradient: either all of these rows, or only the rows of one tile."""
+
+    hidden: Tensor
+    targets: Tensor
+    incoming: Incoming
+    temperature: NumberOrTensor
+
+    @classmethod
+    def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
+        count, hidden = problem.rows, problem.hidden
+        targets = picked.gather(flat(problem.labels, count))
+        # One op gathers all these values, since launching an op costs more than moving so few values.
+        parts = [flat(values, count) for values in incoming if values is not None]
+        together = picked.gather(torch.stack(parts), dim=1)
+        # If a bound is exceeded, the incoming gradients become NaN here, and so does everything that is computed from
+        # these rows. This costs less than a pass over the weight's gradient.
+        picked.poison_(together[: len(parts) - 3])
+        part = iter(together.unbind())
+        packed_incoming = incoming.map(lambda _: next(part))
+        if packed_incoming.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
+            # Labels on a GPU are not checked. A label that is no token gives NaN.
+            packed_incoming.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
+        packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
+        return cls(packed, targets, packed_incoming, picked.temperature(problem))
+
+    def at(self, place: slice) -> _Rows:
+        if place.start == 0 and place.stop == self.targets.shape[0]:  # in most cases one tile has all rows
+            return self
+        incoming = self.incoming.map(lambda values: values[place])
+        return _Rows(self.hidden[place], self.targets[place], incoming, self.temperature.map_rows(itemgetter(place)))
+
+
+class Gradients:
+    """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
+
+    If the rows are cut into several tiles, several tiles add to the same part of the weight's gradient. Their terms are
+    summed in float32: in the weight's gradient itself if its dtype is float32, otherwise in a float32 buffer for the
+    tokens of one tile.
+    """
+
+    def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
+        self._head, self._into, weight = head, wanted.weight_grad_into, head.weight
+        # If there are no tiles, nothing is written to the gradients, so they must start as 0.
+        fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
+        self._hidden = fresh(rows, dtype=torch.float32) if wanted.hidden else None
+        self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted.bias else None
+        self._weight = self._into if wanted.weight else None
+        if wanted.weight and self._into is None:
+            self._weight = fresh(weight, memory_format=torch.contiguous_format)
+        self._slab: Tensor | None = None
+        if self._weight is not None and len(rows) > tiles.row_step and self._weight.dtype != torch.float32:
+            self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
+
+    def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
+        """Adds the gradients from one tile. All tiles with the same tokens (a slab) must be added one after the other,
+        in row order.
+        """
+        if self._bias is not None:
+            self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
+        if self._hidden is not None:
+            add_product(self._hidden[place], tile, self._head.weight[tokens], first=tokens.start == 0)
+        if self._slab is not None:
+            add_product(self._slab[: tile.shape[1]], tile.t(), rows, first=place.start == 0)
+        elif self._weight is not None:
+            add_product(self._weight[tokens], tile.t(), rows, first=place.start == 0 and self._into is None)
+
+    def finish(self, tokens: slice) -> None:
+        """Writes one slab of the weight's gradient. All tiles of the slab must have been added."""
+        if self._slab is None or self._weight is None:
+            return
+        total = self._slab[: tokens.stop - tokens.start]
+        if self._into is None:
+            self._weight[tokens] = total
+        else:
+            self._weight[tokens].add_(total)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradient of the rows in float32, and the gradients of weight and bias in the weight's dtype. An
+        empty tensor is returned for a gradient that is not wanted or was added to the caller's tensor.
+        """
+        weight = self._head.weight
+        return (
+            weight.new_empty(0, dtype=torch.float32) if self._hidden is None else self._hidden,
+            weight.new_empty(0) if self._weight is None or self._into is not None else self._weight,
+            weight.new_empty(0) if self._bias is None else self._bias.to(weight.dtype),
+        )
+
+
+def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
+    gradients = Gradients(rows.hidden, head, tiles, wanted)
+    # The outer loop is over tokens, so that the gradient of a slab is complete after the inner loop.
+    for tokens in tiles.token_slices():
+        for place in tiles.row_slices():
+            tile = _gradient_of_tile(problem, head, rows.at(place), tokens, tiles.room(place, tokens))
+            gradients.add(tile, rows.hidden[place], place, tokens)
+        gradients.finish(tokens)
+    return gradients.results()
+
+
+def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
+    """Overwrites a tile's logits with their gradient. A gradient in a narrower dtype fills the front of each row."""
+    tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
+    gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
+    # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.
+    step = max(1, len(tile) if cap is None else _STRIP // max(1, tile.shape[1]))
+    for begin in range(0, len(tile), step):
+        strip = slice(begin, begin + step)
+        logits, part = tile[strip], rows.at(strip)
+        slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
+        grad_logprob, grad_entropy, *statistics = part.incoming
+        _op.logprob_entropy_backward_.default(
+            grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.token(tokens.start),
+            *part.temperature, gradient.dtype if slope is None else None,
+        )  # fmt: skip
+        if slope is not None:
+            gradient[strip] = slope.mul_(logits)
+    zero_behind_rows_(gradient)
+    return gradient

@@ -1,0 +1,213 @@
+"""The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states, and drops the tile.
+
+A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a span of a sampling
+mask, only the logits of the kept tokens are computed. A host sync occurs only if the host would have to know a number
+of rows, and the caller gives no bound on this number.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._arguments.bundles import NO_SAMPLING_MASK, NumberOrTensor
+from .problem import HeadProblem, Shard
+from .products import Head, Tiles, without_autocast
+
+_op = torch.ops.d3s_kernels
+
+
+# ---- some of the rows -----------------------------------------------------------------------------------------------
+
+
+class Picked(NamedTuple):
+    """Some of the rows, packed in order. If the caller gives a bound on the number of rows, there is no host sync."""
+
+    indices: Tensor  # [room]: row indices; 0 in the unused slots at the end
+    past: Tensor | None  # bool [room]: whether a slot is unused; None if the host knows that all are used
+    exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
+
+    @classmethod
+    def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
+        """Picks the rows that the mask marks. ``other_exceeded`` says whether another bound of the same call was
+        exceeded; if so, this bound counts as exceeded too.
+        """
+        room = int(mask.sum()) if bound is None else min(bound, mask.numel())
+        indices, count = _op.compact.default(mask, room)
+        other = None if other_exceeded is None else other_exceeded.view(1)
+        if bound is None:
+            return cls(indices, None, other)
+        return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
+
+    def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
+        """Returns the ``values`` of the picked rows. Unused slots are filled with ``past``, since their index is 0, and
+        row 0 may have a NaN that must not reach a product.
+        """
+        packed = values.index_select(dim, self.indices)
+        if self.past is None:
+            return packed
+        return packed.masked_fill_(self.past if dim == values.dim() - 1 else self.past.unsqueeze(1), past)
+
+    def temperature(self, problem: HeadProblem) -> NumberOrTensor:
+        return problem.flat_temperature.map_rows(lambda each: self.gather(each, past=1))  # a temperature is above 0
+
+    def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
+        """Writes ``values`` back to their rows, and 0 to other rows. If the bound is exceeded, all results are NaN."""
+        # The values of unused slots are written to an extra row at the end.
+        places = self.indices if self.past is None else self.indices.masked_fill(self.past, rows)
+        outs = (each.new_zeros((rows + 1, *each.shape[1:])).index_copy_(0, places, each)[:rows] for each in values)
+        return tuple(map(self.poison_, outs))
+
+    def poison_(self, values: Tensor) -> Tensor:
+        return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
+
+
+# ---- rows with a span. Kept logits are one logit for each id of the mask, then one logit for each row's label. ------
+
+
+def flat(values: Tensor, rows: int) -> Tensor:
+    return values if values.dim() == 1 else values.reshape(rows)
+
+
+def flat_rows(problem: HeadProblem) -> HeadProblem:
+    """Returns the same problem with hidden states ``[rows, H]``, and with labels, mask and temperature ``[rows]``. In
+    the result, hidden states and weight have a stride of 1 between columns.
+    """
+
+    def in_rows(matrix: Tensor) -> Tensor:
+        return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+    hidden, count, mask = problem.hidden, problem.rows, problem.mask
+    return problem._replace(
+        hidden=in_rows(hidden if hidden.dim() == 2 else hidden.reshape(count, hidden.shape[-1])),
+        weight=in_rows(problem.weight),
+        labels=flat(problem.labels, count),
+        temperature=problem.flat_temperature,
+        mask=None if mask is None else flat(mask, count),
+    )
+
+
+def with_kept_logits(problem: HeadProblem, op: str, **others: Any) -> list[Any]:
+    """Computes the kept logits, and returns the arguments for an op on these logits. The logits are expanded to
+    ``[rows, kept logits]``: all rows share the same memory.
+    """
+    logits = _op.kept_logits.default(*problem.arguments_for("kept_logits")).expand(problem.rows, -1)
+    return problem.arguments_for(op, logits=logits, kept_of=len(problem.weight), **others)
+
+
+def dense_rows(problem: HeadProblem) -> HeadProblem:
+    """Returns the problem restricted to the rows with an empty span. The logits of these rows are computed for all
+    tokens.
+    """
+    ids, offsets, _, most_dense = problem.sampling_mask
+    assert ids is not None
+    assert offsets is not None
+    # Offsets on a GPU may be unchecked. A row with invalid offsets must not count as dense, since its results are NaN.
+    # So both ends of an empty span must be valid offsets; for row 0 both must be 0.
+    good = offsets.clamp(0, ids.shape[0])
+    good[:1].zero_()
+    mask = (good[:-1] == offsets[1:]).logical_and_(good[1:] == offsets[:-1]).view(problem.labels.shape)
+    mask = mask if problem.mask is None else mask.logical_and_(problem.mask)
+
+    def smaller(*bounds: int | None) -> int | None:
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    return problem._replace(
+        mask=mask,
+        max_rows=smaller(problem.max_rows, most_dense),
+        max_grad_rows=smaller(problem.max_grad_rows, most_dense),
+        sampling_mask=NO_SAMPLING_MASK,
+    )
+
+
+# ---- the forward -----------------------------------------------------------------------------------------------------
+
+
+def no_logits(rows: int, like: Tensor) -> Tensor:
+    """Returns the softmax states ``[rows, 4]`` of rows to which no logits have been added. In the states, the label's
+    logit is NaN; it stays NaN if the label is no token.
+    """
+    state = like.new_zeros((rows, 4), dtype=torch.float32)
+    state.select(1, 0).fill_(torch.finfo(torch.float32).min)
+    state.select(1, 3).fill_(torch.nan)
+    return state
+
+
+def finished(
+    shard: Shard, state: Tensor, labels: Tensor, mask: Tensor | None, temperature: NumberOrTensor
+) -> tuple[Tensor, ...]:
+    """Computes the results of rows from the states of all shards. The log-probability is 0 for a row without a label.
+    All results are 0 where the mask is False.
+    """
+    outputs: tuple[Tensor, ...] = _op.softmax_state_finish.default(shard.everyones(state), *temperature)
+    outputs[0].masked_fill_(labels == -100, 0.0)
+    if mask is not None:
+        for output in outputs:
+            output.masked_fill_(~mask, 0.0)
+    return outputs
+
+
+def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
+    problem.check()
+    if not problem.sampling_mask.given:
+        try:
+            return _of_all_tokens(problem)
+        except RuntimeError:
+            problem.require_memory()
+            raise
+    problem.require_memory()
+    outputs = _of_kept_tokens(problem)
+    if problem.sampling_mask.may_be_dense:
+        dense = dense_rows(problem)
+        assert dense.mask is not None
+        all_tokens = _of_all_tokens(dense)
+        outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
+        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # 0 even if there are more dense rows than the bound
+    if problem.max_rows is not None and problem.mask is not None:
+        exceeded = problem.mask.sum() > problem.max_rows
+        outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
+    elif problem.max_rows is not None and problem.rows > problem.max_rows:  # the host knows the number of rows
+        outputs = tuple(torch.full_like(output, torch.nan) for output in outputs)
+    return outputs
+
+
+@without_autocast
+def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
+    """Computes the outputs of rows that have a span. The outputs of other rows are 0."""
+    rows = flat_rows(problem)
+    if rows.shard.ranks is None:
+        outputs = _op.logprob_entropy.default(*with_kept_logits(rows, "logprob_entropy"))
+    else:
+        state = no_logits(rows.rows, rows.hidden)
+        _op.softmax_state_.default(*with_kept_logits(rows, "softmax_state_", state=state))
+        outputs = finished(rows.shard, state, rows.labels, rows.mask, rows.temperature)
+    return tuple(output.view(problem.labels.shape) for output in outputs)
+
+
+@without_autocast
+def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
+    hidden, mask, count, shape = problem.hidden, problem.mask, problem.rows, problem.labels.shape
+    if mask is None and problem.max_rows is not None and count > problem.max_rows:
+        return tuple(hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
+    picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
+    rows, targets = hidden.reshape(count, hidden.shape[-1]), problem.labels.reshape(count)
+    if picked is not None:
+        rows, targets = picked.gather(rows), picked.gather(targets)
+    temperature = problem.flat_temperature if picked is None else picked.temperature(problem)
+
+    head = Head.of(problem)
+    tiles = Tiles.cut(rows, head, problem.workspace_bytes)
+    state = no_logits(len(rows), rows)
+    for r in tiles.row_slices():
+        for t in tiles.token_slices():
+            logits = head.logits(rows[r], t, tiles.room(r, t))
+            _op.softmax_state_.default(
+                state[r], logits, targets[r], problem.shard.token(t.start), *temperature.map_rows(itemgetter(r))
+            )
+    outputs = finished(problem.shard, state, targets, None, temperature)
+    if picked is not None:
+        outputs = picked.scatter(outputs, count)
+    return tuple(output.view(shape) for output in outputs)

@@ -1,0 +1,195 @@
+"""Declares the ops that are written in Python: the LM head, and the ops for vocabulary shards. Their code is the same
+on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
+from .._dispatch import ops
+from .._dispatch.backends import DEVICES
+from .._dispatch.faults import look
+from .._dispatch.libraries import argument_names, named
+from .._dispatch.registration import Gradient, refuse_unreadable, register_gradient, register_no_second_derivative
+from .backward import INPUTS, Incoming, Wanted, backward
+from .forward import finished, forward, no_logits
+from .problem import HeadProblem, Shard, problem_of
+
+_op = torch.ops.d3s_kernels
+_library = torch.library.Library("d3s_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    for key in DEVICES.values():
+        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"d3s_kernels::{name}", fake, lib=_library)
+
+
+def _with_known_labels(values: dict[str, Any]) -> None:
+    """Makes the gradient NaN for a label in no rank's shard. A rank recognises such a label by the NaN logprob."""
+    grad, logprob = values["grad_logprob"], values["logprob"]
+    if grad is not None and values["group_name"] is not None:
+        values["grad_logprob"] = torch.where(logprob.isnan() & (grad != 0), torch.nan, grad)
+
+
+# ---- linear_logprob_entropy -----------------------------------------------------------------------------------------
+
+# The arguments of the schema: the fields of HeadProblem, and of its Shard.
+_ARGUMENTS = (
+    "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
+    "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None, "
+    "Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
+    "SymInt? max_dense_rows=None, SymInt first_token=0, str? group_name=None"
+)
+
+
+def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
+    problem = problem_of(*arguments)
+    if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU, the op itself checks the values
+        look("linear_logprob_entropy", named("linear_logprob_entropy", arguments))
+    return forward(problem)
+
+
+def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    incoming, wanted, problem = Incoming(*arguments[:5]), Wanted(*arguments[5]), problem_of(*arguments[6:])
+    problem.check()
+    return backward(problem, incoming, wanted)
+
+
+def _row_statistics(values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(values.new_empty(values.shape[:-1], dtype=torch.float32) for _ in range(4))
+
+
+def _fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    wanted, hidden, weight = arguments[5:8]
+    results = (hidden, hidden.shape), (weight, weight.shape), (weight, weight.shape[:1])
+    return tuple(like.new_empty(shape if want else 0) for (like, shape), want in zip(results, wanted, strict=True))
+
+
+_declare(
+    f"linear_logprob_entropy({_ARGUMENTS}) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    _forward_kernel,
+    lambda hidden, *_: _row_statistics(hidden),
+)
+_declare(
+    "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor entropy, Tensor row_max, "
+    f"Tensor log_sum, bool[3] wanted, {_ARGUMENTS}) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    _backward_kernel,
+    _fake_gradients,
+)
+
+
+_gradient = Gradient(
+    "linear_logprob_entropy", "linear_logprob_entropy_backward", keep=("logprob",), change=_with_known_labels
+)
+register_gradient("linear_logprob_entropy", _gradient)
+register_no_second_derivative("linear_logprob_entropy_backward")
+refuse_unreadable("linear_logprob_entropy")
+
+
+class AtBackward(NamedTuple):
+    """Functions that return arguments of the backward. Each backward calls each function at most once."""
+
+    weight_grad_into: Callable[[], Tensor | None]  # if it returns None, autograd gets the weight's gradient
+    max_grad_rows: Callable[[], int | None] = lambda: None  # if it returns None, the op's max_grad_rows is used
+
+
+def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
+    return None if weight_grad_into is None else AtBackward(lambda: weight_grad_into)
+
+
+def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the log-probabilities and the entropies of the rows.
+
+    Without ``at_backward``, each micro-batch allocates a gradient of V x H elements for the weight, and autograd adds
+    it to the gradient of earlier micro-batches. With ``at_backward``, the backward's matrix products add directly to
+    the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call the
+    functions in ``at_backward``.
+    """
+    if at_backward is None:
+        logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())
+    else:
+        logprob, entropy, _, _ = _AsksAtBackward.apply(at_backward, *problem.arguments())  # type: ignore[no-untyped-call]
+    return logprob, entropy
+
+
+class _AsksAtBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, at_backward: AtBackward, *arguments: Any) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = ops.linear_logprob_entropy(*arguments)
+        _gradient.save(ctx, arguments, results)
+        ctx.at_backward = at_backward
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "d3s_kernels: the LM head can be differentiated once, not twice; got a backward with create_graph=True"
+            )
+        names = argument_names("linear_logprob_entropy")
+        needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
+        gradients: dict[str, Tensor] = {}
+        if any(grad is not None for grad in incoming):
+            values = _gradient.saved(ctx, ctx.saved_tensors, incoming)
+            problem, max_grad_rows = problem_of(*map(values.get, names)), ctx.at_backward.max_grad_rows()
+            if max_grad_rows is not None:
+                problem = problem._replace(max_grad_rows=max_grad_rows)
+            wanted = Wanted(*(needed[name] for name in INPUTS))
+            into = ctx.at_backward.weight_grad_into() if wanted.weight else None
+            results = backward(problem, Incoming(*(values[name] for name in Incoming._fields)), wanted, into)
+            gradients = dict(zip(INPUTS, results, strict=True))
+            needed["weight"] &= into is None
+        return None, *(gradients.get(name) if need else None for name, need in needed.items())
+
+
+# ---- vocab_parallel_logprob_entropy ---------------------------------------------------------------------------------
+
+
+def _vocab_parallel_kernel(
+    logits: Tensor,
+    labels: Tensor,
+    first_token: int,
+    group_name: str,
+    temperature: NumberOrTensor = ONE,
+    mask: Tensor | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
+) -> tuple[Tensor, ...]:
+    shape = logits.shape[:-1]
+    state = no_logits(shape.numel(), logits)
+    _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask, *sampling_mask)
+    temperature = temperature.map_rows(lambda each: each.reshape(-1))
+    rows_of_mask = None if mask is None else mask.reshape(-1)
+    shard = Shard.of(first_token, group_name)
+    outputs = finished(shard, state, labels.reshape(-1), rows_of_mask, temperature)
+    return tuple(output.view(shape) for output in outputs)
+
+
+_declare(
+    "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group_name, "
+    "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
+    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
+    "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    of_schema(_vocab_parallel_kernel),
+    lambda logits, *_: _row_statistics(logits),
+)
+
+
+# Incoming gradients are the same on all ranks, so each rank computes its gradient without communication.
+register_gradient(
+    "vocab_parallel_logprob_entropy",
+    Gradient(
+        "vocab_parallel_logprob_entropy",
+        "logprob_entropy_backward",
+        keep=("logprob", "group_name"),
+        change=_with_known_labels,
+    ),
+)

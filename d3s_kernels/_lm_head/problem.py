@@ -1,0 +1,350 @@
+"""The arguments of the LM head's ops as one object, and their checks. The vocabulary may be whole or a shard.
+
+A public function makes a :class:`HeadProblem` and calls its method ``checked``. The fields are then passed to the op as
+arguments, and the op's forward and backward make an equal HeadProblem from these arguments. The arguments of other ops
+are found by name in the fields of the HeadProblem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
+from .._arguments.checks import (
+    checked_mask,
+    is_known,
+    require_no_tangent,
+    require_number,
+    require_optional_tensors,
+    require_readable,
+    require_tensors,
+    require_whole,
+    temperature_argument,
+)
+from .._dispatch import ops
+from .._dispatch.libraries import default_arguments, named
+
+if TYPE_CHECKING:
+    from .._collectives import Ranks
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Shard(NamedTuple):
+    """A vocabulary shard: the tokens from ``first_token`` on, as many as the logits or the weight have. If ``ranks`` is
+    None, the shard is the whole vocabulary.
+
+    All ranks have the same rows. If there are no rows, all ranks skip the collectives.
+    """
+
+    first_token: int = 0
+    ranks: Ranks | None = None
+
+    @classmethod
+    def of(cls, first_token: int = 0, group_name: str | None = None) -> Shard:
+        """Makes a shard from an op's arguments. An op takes a group by name, as torch's functional collectives do."""
+        if group_name is None:
+            return WHOLE
+        from .._collectives import ranks_named  # imported here, since some builds of torch have no process groups
+
+        return cls(first_token, ranks_named(group_name))
+
+    @property
+    def group_name(self) -> str | None:
+        return None if self.ranks is None else self.ranks.group.group_name
+
+    def token(self, column: int) -> int:
+        return self.first_token + column
+
+    def everyones(self, states: Tensor) -> Tensor:
+        """Gathers the ranks' softmax states ``[rows, 4]`` into ``[shards, rows, 4]``, in rank order. The states of a
+        whole vocabulary are returned unchanged.
+        """
+        return states if self.ranks is None or not len(states) else self.ranks.gather(states)
+
+    def anyones_(self, mask: Tensor) -> Tensor:
+        """Replaces the mask, in place, with the union of all ranks' masks."""
+        if self.ranks is not None and len(mask):
+            self.ranks.maximum_(mask.view(torch.uint8))
+        return mask
+
+    def total_(self, values: Tensor) -> Tensor:
+        """Sums the values over the shards, in place."""
+        return values if self.ranks is None or not len(values) else self.ranks.add_(values)
+
+
+WHOLE = Shard()
+
+
+class HeadProblem(NamedTuple):
+    """The arguments of the LM head's ops, in the order of the schema in ``op.py``. The shard is two arguments there."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None = None
+    temperature: NumberOrTensor = ONE
+    logit_softcap: float | None = None
+    mask: Tensor | None = None
+    max_rows: int | None = None
+    max_grad_rows: int | None = None
+    logits_dtype: torch.dtype = torch.float32
+    workspace_bytes: int | None = None
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK
+    shard: Shard = WHOLE
+
+    def checked(
+        self,
+        temperature: float | Tensor,
+        sampling_arguments: Callable[[Tensor], SamplingArguments],
+        weight_grad_into: Tensor | None,
+    ) -> HeadProblem:
+        """Checks the arguments of a public function, and returns a problem with the arguments of the op. Most arguments
+        of the public function are fields of this problem; the others are the arguments of this method.
+        ``sampling_arguments`` checks the sampling mask, which has to be on the device of the given tensor. Checked here
+        are types, devices, and conditions that no single kernel can check. The op checks shapes and values when it
+        runs: see :meth:`check`.
+        """
+        hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
+        require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
+        require_optional_tensors(hidden, bias=self.bias, weight_grad_into=weight_grad_into)
+        mask = checked_mask(self.mask, hidden)
+        require_no_tangent(**{"hidden": hidden, name: self.weight, "bias": self.bias})
+        require_whole(max_rows=self.max_rows, max_grad_rows=self.max_grad_rows, workspace_bytes=self.workspace_bytes)
+        if self.logit_softcap is not None:
+            require_number(logit_softcap=self.logit_softcap)
+        if not isinstance(self.logits_dtype, torch.dtype):
+            raise TypeError(f"logits_dtype: got {self.logits_dtype!r}; takes a torch.dtype")
+        hidden, weight, bias = operands(hidden, self.weight, self.bias, weight_grad_into, name)
+        of_op = NumberOrTensor(*temperature_argument(temperature, hidden))
+        support = sampling_arguments(hidden)
+        return self._replace(
+            hidden=hidden, weight=weight, bias=bias, temperature=of_op, mask=mask, sampling_mask=support
+        )
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Returns the arguments of the op, in the order of its schema."""
+        return *self._without_shard(), self.shard.first_token, self.shard.group_name
+
+    def _without_shard(self) -> tuple[Any, ...]:
+        return (
+            self.hidden, self.weight, self.labels, self.bias, *self.temperature, self.logit_softcap, self.mask,
+            self.max_rows, self.max_grad_rows, self.logits_dtype, self.workspace_bytes, *self.sampling_mask,
+        )  # fmt: skip
+
+    def arguments_for(self, op: str, **others: Any) -> list[Any]:
+        """Returns the arguments of another op. Each argument is found by name in ``others`` or in this problem. If an
+        argument is in neither, it has the op's default value.
+        """
+        values = named("linear_logprob_entropy", self._without_shard()) | others
+        if self.shard.ranks is not None:  # without ranks, the op's default stands for the whole vocabulary
+            values["first_token"] = self.shard.first_token
+        return [values.get(name, default) for name, default in default_arguments(op).items()]
+
+    @property
+    def rows(self) -> int:
+        return self.labels.numel()
+
+    @property
+    def flat_temperature(self) -> NumberOrTensor:
+        """The temperature; a tensor that is not 0-d is flattened to ``[rows]``."""
+        return self.temperature.map_rows(lambda each: each.reshape(self.rows))
+
+    # ---- checks of shapes and values: raise a ValueError that names the first wrong argument ------------------------
+
+    def check(self) -> None:
+        self._check_products()
+        self._check_rows()
+        self._check_labels()
+        self._check_numbers()
+        self._check_spans()
+
+    def _tokens(self) -> int | None:
+        """Returns the size of the vocabulary, or None for a shard, since one rank does not know the size."""
+        return self.weight.shape[0] if self.shard.ranks is None else None
+
+    def _check_products(self) -> None:
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        if hidden.dim() < 1:
+            raise ValueError("hidden: got a 0-d tensor; takes [..., H]")
+        if hidden.dtype not in FLOATS:
+            raise ValueError(f"hidden: got dtype {hidden.dtype}; takes float32, bfloat16 or float16")
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise ValueError(
+                f"weight: got shape {list(weight.shape)}; takes [V, H] with the H of hidden, {hidden.shape[-1]}"
+            )
+        if weight.dtype != hidden.dtype:
+            raise ValueError(f"weight: got dtype {weight.dtype}; takes the dtype of hidden, {hidden.dtype}")
+        if self._tokens() == 0:
+            raise ValueError("weight: got no tokens; takes [V, H] with V of at least 1")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise _not_fitting(weight, bias)
+        if bias is not None and bias.dtype != weight.dtype:
+            raise ValueError(f"bias: got dtype {bias.dtype}; takes the dtype of weight, {weight.dtype}")
+
+    def _check_rows(self) -> None:
+        """Checks the arguments that have one value for each row, and the devices of all arguments."""
+        labels, mask, shape, device = self.labels, self.mask, self.hidden.shape[:-1], self.hidden.device
+        if labels.shape != shape:
+            raise ValueError(f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
+        if labels.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"labels: got dtype {labels.dtype}; takes int64 or int32")
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"mask: got dtype {mask.dtype}; takes bool")
+        if mask is not None and mask.shape != shape:
+            raise ValueError(f"mask: got shape {list(mask.shape)}; takes {list(shape)}")
+        for name, tensor in (("weight", self.weight), ("labels", labels), ("bias", self.bias), ("mask", mask)):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"{name}: is not on hidden's device, {device}")
+        each = self.temperature.tensor
+        if each is not None and each.dim() > 0 and each.shape != shape:
+            raise ValueError(f"temperature: got shape {list(each.shape)}; takes a 0-d tensor or one for each row")
+
+    def _check_labels(self) -> None:
+        """Checks the values of the labels, if the host may read them."""
+        labels, tokens = self.labels, self._tokens()
+        if not labels.numel() or not is_known(labels):
+            return
+        low, high = (int(bound) for bound in labels.aminmax())
+        bad = high if tokens is not None and high >= tokens else low if low < -100 else None
+        if bad is None and low < 0:
+            between = labels[(labels < 0) & (labels != -100)]
+            bad = int(between[0]) if len(between) else None
+        if bad is not None:
+            end = "V" if tokens is None else tokens
+            raise ValueError(f"labels: got {bad}; takes -100 (no target) or a token in [0, {end})")
+
+    def _check_numbers(self) -> None:
+        dtype, cap, room = self.logits_dtype, self.logit_softcap, self.workspace_bytes
+        for name, bound in (("max_rows", self.max_rows), ("max_grad_rows", self.max_grad_rows)):
+            if bound is not None and bound < 0:
+                raise ValueError(f"{name}: got {bound}; takes at least 0")
+        if dtype not in (torch.float32, self.hidden.dtype):
+            raise ValueError(
+                f"logits_dtype: got {dtype}; takes torch.float32 or the dtype of the products, {self.hidden.dtype}"
+            )
+        if cap is not None and not 0 < cap < torch.inf:
+            raise ValueError(f"logit_softcap: got {cap}; takes a finite number above 0")
+        if room is not None and room <= 0:
+            raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
+
+    def _check_spans(self) -> None:
+        """Checks the sampling mask with the checks of an op that takes logits. The op gets one uninitialised row of
+        logits, expanded to all rows.
+        """
+        if not self.sampling_mask.given:
+            return
+        both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
+        if both and self.shard.ranks is None and not is_known(self.labels):
+            # The op kept_logits makes these checks later, except for the checks of values, which the host cannot read
+            # anyway. With ranks, the checks must be made here, before a rank waits for others.
+            return
+        op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
+        logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
+        state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+        ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
+
+    def require_memory(self) -> None:
+        """Refuses a parameter whose memory has been freed; FSDP, for example, frees it after a module's forward.
+        Torch's matrix products would refuse such a parameter too, but other kernels would crash the process.
+        """
+        _require_memory(self.weight, self.bias)
+
+
+problem_of = of_schema(HeadProblem, shard=(Shard.of, {"first_token": 0, "group_name": None}))
+"""Makes a HeadProblem from the arguments of the op's schema."""
+
+
+# ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------
+
+
+def operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, weight_grad_into: Tensor | None, name: str = "weight"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns hidden states, weight and bias in one dtype. Error messages call the weight ``name``.
+
+    If dtypes differ and one dtype is float32, all three tensors become float32. Autograd casts each gradient back to
+    the dtype of its argument, so the ops need not cast gradients.
+    """
+    if weight.dim() != 2:
+        require_readable(**{name: weight})
+        raise ValueError(f"{name}: got shape {list(weight.shape)}; takes [V, H]{why_not_whole(name, weight)}")
+    if weight_grad_into is not None:
+        _require_room_for_gradient(weight_grad_into, weight, name)
+    dtypes = {"hidden": hidden.dtype, name: weight.dtype} | ({} if bias is None else {"bias": bias.dtype})
+    if len(set(dtypes.values())) == 1:
+        return hidden, weight, bias
+    for argument, dtype in dtypes.items():
+        if dtype not in FLOATS:
+            # Quantised weights are stored as bytes, for example bitsandbytes' Int8Params and Params4bit.
+            hint = "; a quantised one has to be dequantised first" if dtype.itemsize == 1 else ""
+            raise ValueError(f"{argument}: got dtype {dtype}; takes float32, bfloat16 or float16{hint}")
+    if torch.float32 not in dtypes.values():
+        argument = next(argument for argument, dtype in dtypes.items() if dtype != hidden.dtype)
+        raise ValueError(
+            f"{argument}: got dtype {dtypes[argument]}; takes float32 or the dtype of hidden, {hidden.dtype}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise _not_fitting(weight, bias)
+    if not torch.compiler.is_compiling():
+        _require_memory(weight, bias)  # before their memory is read
+    if weight_grad_into is not None and weight_grad_into.dtype != torch.float32:
+        raise ValueError(
+            f"weight_grad_into: got dtype {weight_grad_into.dtype}; takes float32, since dtypes differ and the "
+            f"products are made in float32: hidden is {hidden.dtype}, {name} is {weight.dtype}"
+        )
+    return hidden.float(), weight.float(), None if bias is None else bias.float()
+
+
+def _require_room_for_gradient(into: Tensor, weight: Tensor, name: str) -> None:
+    """Refuses a tensor to which the weight's gradient cannot be added."""
+    require_readable(weight_grad_into=into)
+    if torch.compiler.is_compiling():
+        raise ValueError("weight_grad_into: got a tensor in torch.compile; takes one in eager mode alone")
+    if into.shape != weight.shape or not into.is_contiguous():
+        raise ValueError(
+            f"weight_grad_into: got shape {list(into.shape)} and strides {list(into.stride())}; takes a contiguous "
+            f"tensor of the shape of {name}, {list(weight.shape)}"
+        )
+    if into.dtype not in (torch.float32, weight.dtype):
+        raise ValueError(
+            f"weight_grad_into: got dtype {into.dtype}; takes float32 or the dtype of {name}, {weight.dtype}"
+        )
+    if into.requires_grad:
+        raise ValueError("weight_grad_into: got a tensor that requires a gradient; takes one that does not")
+
+
+def _require_memory(weight: Tensor, bias: Tensor | None) -> None:
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().nbytes():
+            raise ValueError(
+                f"{name}: got one whose memory has been freed, as FSDP does after the forward of a module; takes one "
+                "that is there: call within that forward, or gather the parameter again"
+            )
+
+
+def _not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
+    reason = "" if bias.numel() else why_not_whole("bias", bias)
+    return ValueError(f"bias: got shape {list(bias.shape)}; takes [V], {list(weight.shape[:1])}{reason}")
+
+
+def why_not_whole(name: str, parameter: Tensor) -> str:
+    """Returns a hint for the error about a parameter's shape: which library keeps only a part of the parameter on this
+    rank, and what to do. The hint is empty if no library is recognised.
+    """
+    if hasattr(parameter, "ds_id"):
+        whole = list(getattr(parameter, "ds_shape", ()))
+        return (
+            f". DeepSpeed's ZeRO-3 has partitioned this one of shape {whole}: enter "
+            f"deepspeed.zero.GatheredParameters([{name}]) around forward and backward"
+        )
+    if hasattr(parameter, "_fsdp_flattened") or parameter.dim() == 1:
+        return (
+            ". FSDP leaves a flattened part, maybe an empty one, outside of the forward of the module that it wraps: "
+            "call within that forward, or within FullyShardedDataParallel.summon_full_params"
+        )
+    return ""

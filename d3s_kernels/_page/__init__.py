@@ -1,1 +1,0 @@
-"""The page of selected tokens: its arguments, the text of each token, the HTML, and the style sheet."""

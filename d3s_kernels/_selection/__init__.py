@@ -1,1 +1,0 @@
-"""Checks the arguments of the selections, and applies their rules, for one process and for several ranks."""

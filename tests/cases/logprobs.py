@@ -1,0 +1,168 @@
+"""The ops on logits: log-probability and entropy, their gradients, and the steps that compute both tile by tile."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3s_kernels.check import tolerances
+
+from .draw import Draw
+from .meaning import public, step, with_incoming
+from .row import Arguments, differentiable, op
+
+STATISTICS = {
+    "logprob": tolerances.logprob,
+    "entropy": tolerances.entropy,
+    "row_max": lambda exact, _: torch.zeros(exact.shape).masked_fill(exact.isnan(), math.inf),  # NaN: any value passes
+    "log_sum": tolerances.logprob,
+}
+
+
+def gradient_of_logits(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
+    return tolerances.gradient_of_logits(exact, with_incoming("logprob_entropy", arguments))
+
+
+def _states(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
+    """Of states (m, S, T, the label's logit): m and the label's logit are copies of logits, so they must be exact."""
+    total, dot = exact[..., 1].abs(), exact[..., 2].abs()
+    most = total.nan_to_num() + dot.nan_to_num()
+    unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), math.inf)  # rows with NaN or infinity
+    return torch.stack([unknown, 3e-6 * (1 + most) + unknown, 3e-6 * (1 + most), torch.zeros_like(most)], -1)
+
+
+def rows_of_logits(draw: Draw, bound: bool = True) -> Arguments:
+    vocabulary = draw.length(1)
+    logits = draw.logits(vocabulary)
+    rows = tuple(logits.shape[:-1])
+    labels = draw.optional(draw.labels(rows, vocabulary))
+    given = {"logits": logits, "labels": labels, "mask": draw.mask(rows), **draw.temperature(rows)}
+    given |= draw.spans(math.prod(rows), vocabulary, labels, given["mask"], bound)
+    return differentiable(draw, given, "logits")
+
+
+def with_labels(draw: Draw, given: Arguments) -> Arguments:
+    """Adds labels if there are none, because the public function requires labels."""
+    if given.get("labels") is None:
+        given["labels"] = draw.labels(tuple(given["logits"].shape[:-1]), given["logits"].shape[-1])
+        given["include_label"] = True
+    return given
+
+
+def with_statistics(draw: Draw, given: Arguments) -> Arguments:
+    """Adds a forward's results, and random incoming gradients; one of the two may be None, and some values are 0."""
+    _, *found = step("logprob_entropy")(**given)
+    given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
+    shape, generator = given["entropy"].shape, draw.generator()
+    missing = draw.choice(("neither", "logprob", "entropy"))
+    for name in ("logprob", "entropy"):
+        gradient = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.8)
+        given[f"grad_{name}"] = None if missing == name else gradient
+    return given
+
+
+def detached(given: Arguments) -> Arguments:
+    return {name: part.detach() if isinstance(part, Tensor) else part for name, part in given.items()}
+
+
+def alone(given: Arguments, logits: Tensor) -> Arguments:
+    """With a flat list of the kept tokens' logits, from ``first_token`` on; what is not read in it is NaN."""
+    ids, rows, first = given["sampling_ids"], len(logits), given.get("first_token") or 0
+    flat = torch.full((len(ids) + rows,), math.nan)
+    for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
+        places = dict(zip(ids[begin:end].tolist(), range(begin, end), strict=True))
+        if places and given.get("include_label") and (label := int(given["labels"][row])) != -100:
+            places.setdefault(label, len(ids) + row)
+        for token, place in places.items() if len(places) > 1 else ():
+            if token >= first:
+                flat[place] = logits[row, token]
+    return given | {"logits": flat.expand(rows, -1), "kept_of": logits.shape[1] - first}
+
+
+def _or_kept(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
+    if "sampling_ids" not in given or logits.dim() != 2 or draw.flag():
+        return given
+    return alone(given, logits)
+
+
+def _merged(rows: int, **tile: Any) -> Tensor:
+    """The states (m, S, T, the label's logit) after one tile, or before the first one; float32 ``[rows, 4]``."""
+    if "logits" in tile:
+        return step("softmax_state_")(state=_merged(rows), **tile)[0]
+    return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
+
+
+def _meaning(**given: Any) -> tuple[Any, ...]:
+    """The results of the public function, and the maximum and log S from :func:`step`; with ``kept_of`` all from it."""
+    logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
+    if given.get("kept_of") is None:
+        if given.get("labels") is None:
+            given["labels"] = torch.full(given["logits"].shape[:-1], -100)
+        logprob, entropy = public("logprob_entropy")(**given)
+    return logprob, entropy, top, log_sum
+
+
+def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+    """The maximum of a row with NaN or infinity becomes NaN, because any maximum is right for such a row."""
+    return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
+
+
+@op(_meaning, results=STATISTICS, gradients={"logits": gradient_of_logits})
+def logprob_entropy(draw: Draw) -> Arguments:
+    given = rows_of_logits(draw)
+    return _or_kept(draw, given, given["logits"].detach().float())
+
+
+def _of_backward(draw: Draw, masked: bool) -> Arguments:
+    given = detached(rows_of_logits(draw))
+    if not masked:
+        given = {name: part for name, part in given.items() if name != "mask" and not name.startswith("sampling")}
+    given = with_statistics(draw, given)
+    if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
+        first = draw.integer(0, given["logits"].shape[-1] - 1)
+        given |= {"logits": given["logits"][..., first:], "first_token": first}
+    return given
+
+
+@op(step("logprob_entropy_backward", wide=True), results={"grad": gradient_of_logits})
+def logprob_entropy_backward(draw: Draw) -> Arguments:
+    return _of_backward(draw, masked=True)
+
+
+@op(step("logprob_entropy_backward_", wide=True), results={"grad": gradient_of_logits})
+def logprob_entropy_backward_(draw: Draw) -> Arguments:
+    return {"first_token": draw.choice((None, 0))} | _of_backward(draw, masked=False)
+
+
+@op(step("softmax_state_", wide=True), results={"state": _states})
+def softmax_state_(draw: Draw) -> Arguments:
+    """Draws a tile, and the states of its rows after the tiles before it."""
+    given = detached(rows_of_logits(draw, bound=False))
+    logits, rows = given["logits"], given["logits"].shape[:-1].numel()
+    first = draw.integer(0, logits.shape[-1] - 1)
+    before = {"logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
+    given["state"] = _merged(rows, **given | before) if draw.flag() else _merged(rows)
+    given |= {"logits": logits[..., first:], "first_token": first or draw.choice((None, 0))}
+    tile = given["logits"].float()
+    return _or_kept(draw, given, torch.cat([tile.new_zeros(*tile.shape[:-1], first), tile], -1))
+
+
+@op(lambda **given: _known(*step("softmax_state_finish", wide=True)(**given)), results=STATISTICS)
+def softmax_state_finish(draw: Draw) -> Arguments:
+    given = with_labels(draw, detached(rows_of_logits(draw)))
+    logits, rows = given["logits"], given["logits"].shape[:-1].numel()
+    if given.get("temperature_tensor") is not None and given["temperature_tensor"].dim() > 0:
+        given["temperature_tensor"] = given["temperature_tensor"].reshape(-1)
+    of_tiles = {name: part for name, part in given.items() if name.startswith(("temperature", "labels"))}
+    pieces, first = [], 0
+    for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
+        pieces.append(_merged(rows, logits=tile, first_token=first, **of_tiles))
+        first += tile.shape[-1]
+    state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
+    if draw.flag():
+        state[..., :1, :] = _merged(1)  # the state of a row in which all logits are -inf
+    return given | {"state": state}
