@@ -24,8 +24,8 @@ std::string build_facts() {
 
 }  // namespace d3s
 
-// d3s_kernels/_dispatch/build.py calls this function of _cpu.so if the wheel has no _build_info module for the running Python
-// version.
+// d3s_kernels/_dispatch/build.py calls this function of _cpu.so if the wheel has no _build_info module for the running
+// Python version.
 extern "C" __attribute__((visibility("default"))) const char* d3s_kernels_build_facts() {
   static const std::string facts = d3s::build_facts();
   return facts.c_str();

@@ -1,10 +1,10 @@
 // The schemas of all ops that are written in C++. The ops that are written in Python are declared in
-// d3s_kernels/_lm_head/op.py. d3s_kernels/reference.py defines what the public ops compute, and tests/cases/ defines what
-// the other ops compute. The docstrings of d3s_kernels explain the arguments.
+// d3s_kernels/_lm_head/op.py. d3s_kernels/reference.py defines what the public ops compute, and tests/cases/ defines
+// what the other ops compute. The docstrings of d3s_kernels explain the arguments.
 //
 // Some neighbouring arguments of an op are one argument of its kernel: a struct in C++ (csrc/ops/arguments.h) or an
-// object in Python (d3s_kernels/_arguments/bundles.py). For example, `k` and `k_tensor` become one such argument, and so do the
-// arguments of a sampling mask.
+// object in Python (d3s_kernels/_arguments/bundles.py). For example, `k` and `k_tensor` become one such argument, and
+// so do the arguments of a sampling mask.
 //
 // Trainers change some numbers from step to step, and torch.compile must not compile again for each new value. So such
 // a number is a SymInt (capacity, max_segment) or a tensor (ratio_tensor, temperature_tensor). k and keep can be passed
