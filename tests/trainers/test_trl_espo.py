@@ -15,7 +15,7 @@ from test_trl_gradient import chosen, with_old_policy
 from tiny_trl import GROUP, VOCABULARY, PlainTrainer, model, trainer
 from transformers import Qwen2Config
 
-from d3s_kernels.integrations.trl.tokens import as_espo
+from d3s_kernels.integrations.trl.espo import as_espo
 from d3s_kernels.off_policy.importance_ratio import espo_terms
 
 ALPHA = 0.1  # so wide that only some ratios are out of range

@@ -182,8 +182,7 @@ def test_rollout_without_a_reward_keeps_the_advantage_0() -> None:
     batch, rewards = generation_batch(6), generation_batch(6)["advantages"].unsqueeze(1)
     batch["advantages"][3], rewards[3] = 0.0, math.nan  # as TRL leaves it
     made = trainer(rollouts=1.0, advantages_from="kept")
-    made._rewards = rewards
-    anew = made._keep_rollouts(batch)["advantages"][:GROUP]
+    anew = made._keep_rollouts(batch, rewards)["advantages"][:GROUP]
     others = torch.arange(GROUP) != 3
     assert anew[3] == 0
     torch.testing.assert_close(anew[others], d3s.group_advantages(rewards[:GROUP, 0][others]))
@@ -235,8 +234,8 @@ def test_only_groups_with_a_share_of_the_variance() -> None:
     with pytest.raises(ValueError, match="rewards: got None with group_variance_mass"):
         made._keep_rollouts(dict(batch))
     apart = torch.linspace(-1, 1, GROUP)
-    made._rewards = torch.stack([torch.cat([apart, apart]), torch.cat([-apart, apart])], dim=1)
-    kept = made._keep_rollouts(dict(batch))
+    rewards = torch.stack([torch.cat([apart, apart]), torch.cat([-apart, apart])], dim=1)
+    kept = made._keep_rollouts(dict(batch), rewards)
     assert torch.equal(kept["advantages"], batch["advantages"][GROUP:])
     assert torch.equal(kept["prompt_ids"], batch["prompt_ids"][GROUP:, -kept["prompt_ids"].shape[1] :])
     logged = made._metrics["train"]
