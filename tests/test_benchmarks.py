@@ -21,9 +21,6 @@ import pytest
 import torch
 
 pytest.importorskip("rich")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-import performance_picture as picture
 from helpers import slow
 
 from benchmarks import __main__ as run
@@ -496,7 +493,7 @@ def test_a_whole_run_on_a_cpu_keeps_its_log(monkeypatch: pytest.MonkeyPatch, tmp
         assert run.log_file(options(device="cpu", **part), tmp_path).parent == tmp_path
 
 
-# ---- the page and its picture ----------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 FORWARD, TRL = "logprob_entropy forward", "TRL's Triton kernel"
 SAID = "All contenders ran on 2 threads: a short product took 9 ms on 1 and 5 ms on 2."
@@ -555,7 +552,6 @@ def test_results_that_know_medians_alone_are_shown_as_they_were(result: Path) ->
     assert "Of 3 targets: 1 met, 2 missed." in text
     assert f"| 100 ms | {TRL}: 300 ms | 3x as fast (2 to 4) | >= 2x as fast: met |" in text
     assert f"| {FORWARD}, 4 | {TRL} |  | 350 ms | 12 |" in text
-    assert picture.words("", old).splitlines()[2] == "Log-probability and entropy: TRL, Triton: 2x [2.0, 2.0]"
 
 
 def test_a_run_that_was_not_quiet_says_so_in_its_heading(result: Path) -> None:
@@ -580,17 +576,6 @@ def test_withdrawn_figures_are_in_the_results_and_on_no_page() -> None:
             found = json.loads((run.HERE / "results" / f"{name}.json").read_text())
             assert rows(found, *row), (name, row)
             assert not rows(withdrawn.what_stands(found, name), *row), (name, row)
-
-
-def test_the_picture_keeps_its_words(result: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file, found = tmp_path / "some.png", json.loads(result.read_text())
-    assert picture.words_in(file) is None
-    picture.draw(file, "Some GPU", found)
-    said = picture.words_in(file)
-    assert said == picture.words("Some GPU", found)
-    assert said.splitlines()[2:] == ["Log-probability and entropy: TRL, Triton: 2x [2.0, 2.0]"]
-    assert file.stat().st_size < picture.MOST_BYTES
 
 
 # ---- lengths and entropies of a real model, and the time of a whole one ----------------------------------------------
