@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import threading
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +15,7 @@ import torch
 pytest.importorskip("rich")
 clock = pytest.importorskip("benchmarks.clock")
 cuda_clock = pytest.importorskip("benchmarks.cuda_clock")
-from benchmarks import bench_sampling_masks, harness, inputs, judging, nvml, report, targets, timing  # noqa: E402
+from benchmarks import harness, judging, nvml, report, targets, timing  # noqa: E402
 
 CACHE_BYTES = 4096
 
@@ -98,15 +97,6 @@ def test_short_work_is_replayed_as_a_graph_with_a_call_for_every_copy(cuda) -> N
     assert (ready.work.graph.replays - before) * ready.work.calls == ready.calls
 
 
-@pytest.mark.parametrize(("host", "timed_by"), [(0.0001, "events"), (0.002, "graph replay")])
-def test_longer_work_is_replayed_where_the_gpu_waits_for_the_host(
-    cuda, host: float, timed_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_clock, "elapsed", lambda call, times, gauge: (0.003 * times, None))
-    monkeypatch.setattr(cuda_clock, "host_seconds", lambda work: host)
-    assert cuda.ready(print).timed_by == timed_by
-
-
 def test_work_that_waits_for_the_gpu_is_not_recorded_and_other_errors_are_not_hidden(cuda, gpu: Gpu) -> None:
     def work() -> None:
         if gpu.mode == "error":
@@ -152,31 +142,6 @@ def test_preparation_is_not_timed(cuda) -> None:
     assert cuda.peak_bytes(ready.work) == 64
 
 
-def test_work_that_is_slow_on_a_cpu_is_called_three_times_there_and_repeated_on_a_gpu(cuda) -> None:
-    calls = []
-    work = clock.Slow(lambda: calls.append(perf_counter()))
-    for device, repeated in ((clock.CpuClock(), False), (cuda, True)):
-        ready = device.ready(work)
-        times = {device.time(ready.work, ready.calls) for _ in range(3)}
-        assert (len(times) > 1, len(calls) > 3) == (repeated, repeated)
-
-
-def test_the_callers_clock_lets_the_gpu_finish_before_its_queue_is_full(gpu: Gpu, monkeypatch) -> None:
-    events = []
-    monkeypatch.setattr(gpu, "synchronize", lambda: events.append("wait"))
-    assert cuda_clock.CallerClock().time(lambda: events.append("call"), 450) > 0
-    assert events == ["wait", *["call"] * 200, "wait", *["call"] * 200, "wait", *["call"] * 50, "wait"]
-
-
-def test_bandwidth_is_judged_by_that_of_the_same_run() -> None:
-    rivals = {
-        report.OURS: timing.Timing("ours", "4", 1, [1.0, 2.0, 4.0] * 2),
-        "copy": timing.Timing("yardstick", "4", 1, [0.9, 1.9, 3.7] * 2),
-    }
-    share = judging.ShareOf("", ("copy",), 90).judge(rivals, judging.RULES["cuda"])
-    assert (share.value, share.outcome) == (pytest.approx(92.5), "met")
-
-
 def test_reading_is_judged_by_the_better_of_a_sum_and_a_copy() -> None:
     """By the better median, not by the better of each round; then by what the GPU's memory is specified to do."""
     sizes = "1,000 x 1,000 bfloat16"
@@ -201,21 +166,6 @@ def test_reading_is_judged_by_the_better_of_a_sum_and_a_copy() -> None:
         }
     }
     assert report.gigabytes_per_second(both, judging.RULES["cuda"]) == {"read": 9e-9, "copy": 9e-9}
-
-
-def test_the_kept_logits_of_a_rotation_are_larger_than_twice_the_cache(cuda) -> None:
-    """For 128 rows and a cache of 1 MB: a 64th of a GPU's contest, and of an H200's cache."""
-    cuda.cache_bytes, vocabulary = 1 << 20, 151_936
-    kept = inputs.draw_kept(vocabulary, 128)
-    given = bench_sampling_masks.in_turn(kept, vocabulary, 2)
-    works = [cuda.bind(lambda kept: kept, given) for _ in range(2)]
-    one, other = ([work() for _ in range(work.count)] for work in works)
-    assert all(map(operator.is_, one, other))  # the same for all contenders
-    rows = torch.repeat_interleave(kept.mask.offsets.diff())
-    sectors = torch.cat([(rows * vocabulary + seen.mask.token_ids) * 2 // 32 for seen in one]).unique()
-    assert len(sectors) * 32 > 2 * cuda.cache_bytes
-    assert all(row in span for row, span in zip(one[-1].labels.tolist(), one[-1].mask.to_lists(), strict=True))
-    assert one[-1].padded[kept.padded < 0].eq(-1).all()
 
 
 # ---- the clock of a GPU ----------------------------------------------------------------------------------------------
@@ -297,16 +247,6 @@ def test_the_clocks_are_logged_and_told(tmp_path: Path) -> None:
     assert report.other_clocks(log.contests) == ["CLOCKS more than 3% from ours, in rounds: a contest: all (1 of 3)"]
 
 
-def test_without_nvml_there_is_one_warning_and_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(nvml.ctypes, "CDLL", missing)
-    with pytest.warns(UserWarning, match="clock and power are not logged: libnvidia-ml.so.1: cannot open") as told:
-        assert nvml.gauge_of(torch.device("cuda")) is None
-    assert len(told) == 1
-
-
 def test_the_clock_is_read_while_the_work_is_done(cuda) -> None:
     cuda.time(list, 1)
     assert cuda.reading() is None  # without a gauge
@@ -366,11 +306,3 @@ def test_the_gauge_reads_the_gpu_that_torch_uses(
     library.nvmlDeviceGetClockInfo = lambda *_: 3
     with pytest.warns(UserWarning, match="nvmlDeviceGetClockInfo fails with error 3"):
         assert nvml.gauge_of(torch.device("cuda", 0)) is None
-
-
-def test_a_target_that_was_not_measured_is_told_in_a_whole_run() -> None:
-    rule = judging.RULES["cuda"]
-    absent = report.lines({}, targets.CUDA, rule, whole=True)
-    assert [line.what for line in absent] == [target.contest for target in targets.CUDA]
-    assert {line.outcome for line in absent} == {"not measured"}
-    assert report.lines({}, targets.CUDA, rule) == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +20,9 @@ sys.path.insert(0, str(ROOT))
 from experiments.learning import chains, comparison, policy, probe, problems, records, report, run, stages  # noqa: E402
 from experiments.learning.__main__ import main  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
-from experiments.learning.evaluate import rewards  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
 from experiments.learning.ledger import Counts, Prices  # noqa: E402
-from experiments.learning.pricings import OF_PODS, pricings  # noqa: E402
+from experiments.learning.pricings import pricings  # noqa: E402
 from experiments.learning.records import Run  # noqa: E402
 from experiments.learning.rewards import ends_in  # noqa: E402
 from experiments.learning.run import Job, Point, batches_of, train  # noqa: E402
@@ -73,18 +70,6 @@ def test_chains_are_worked_out_rightly() -> None:
         assert len(PROBLEM.tokenizer(made["work"]).input_ids) < PROBLEM.longest
 
 
-def test_slips_are_as_frequent_as_said() -> None:
-    rng = random.Random(0)
-    found = {sign: [0, 0] for sign in chains.SLIPS}
-    for _ in range(3000):
-        for step in chains.chain(rng, chains.SHORT, chains.SLIPS)["work"].split(" ; "):
-            a, sign, b, _, result = step.split()
-            found[sign][0] += chains.OPERATIONS[sign](int(a), int(b)) % 10 != int(result)
-            found[sign][1] += 1
-    for sign, (slips, steps) in found.items():
-        assert slips / steps == pytest.approx(chains.SLIPS[sign], abs=0.025)
-
-
 def test_held_out_prompts_are_not_trained_on() -> None:
     train, held_out, longer = ({task.prompt for task in part} for part in PROBLEM[1:4])
     assert (len(train), len(held_out), len(longer)) == (80, 128, 64)
@@ -130,20 +115,6 @@ def test_generation_with_a_cache_is_generation_without(model: torch.nn.Module) -
             expected.append(int(model(tokens).logits[0, -1].argmax()))
             tokens = torch.cat([tokens, torch.tensor([[expected[-1]]])], 1)
         assert found.completion[row][found.completion_mask[row]].tolist() == expected
-
-
-def test_rollouts_end_where_they_say(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        model.get_output_embeddings().weight.div_(2)  # all tokens are about as likely
-    made, _ = batch(model)
-    end = PROBLEM.tokenizer.eos_token_id
-    lengths = made.completion_mask.sum(1)
-    assert len(set(lengths.tolist())) > 3  # some ended
-    for row, length in enumerate(lengths.tolist()):
-        tokens = made.completion[row].tolist()
-        assert end not in tokens[: length - 1]
-        assert length == 12 or tokens[length - 1] == end
-    assert rewards(made, PROBLEM.tokenizer, PROBLEM.train[:3]).shape == (3, 8)
 
 
 # ---- the update ------------------------------------------------------------------------------------------------------
@@ -215,19 +186,6 @@ def test_d3s_trains_on_the_tokens_of_the_largest_score(model: torch.nn.Module, m
     assert_gradient(model, by_hand(model, made, advantages, expected))
     assert update.counts.kept == int(expected.sum())
     assert update.counts.scored == int(made.completion_mask.sum())
-
-
-def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> None:
-    made, found = batch(model)
-    kept: dict[str, list[Counts]] = {}
-    for name, arm in FRESH.items():
-        given, numbers = (*probe.first_of(made, found, arm), arm), torch.Generator().manual_seed(0)
-        kept[name] = [add_gradient(model, *given, arm.schedule(part), numbers).counts for part in (0.0, 1.0)]
-    tokens = int(made.completion_mask.sum())
-    assert kept["GRPO-8"][0].kept == tokens > kept["GRPO-4"][0].kept == kept["GRPO-4"][1].kept
-    assert kept["random 4 of 8"][0].kept < tokens > kept["PODS"][0].kept
-    assert kept["D3S, rollouts alone"][0].updated < kept["D3S, rollouts alone"][1].updated == kept["GRPO-8"][0].updated
-    assert kept["D3S"][1].kept == kept["D3S, random tokens"][1].kept == math.ceil(0.2 * tokens)
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
@@ -343,27 +301,6 @@ def test_prices() -> None:
     assert of_7b.of(grpo) == pytest.approx(2 * of_7b.of_update(grpo))
 
 
-def test_generation_as_pods_measured_it_has_a_part_for_each_step() -> None:
-    measured, grpo = Prices(1.0, 0.0, 1.0, 0.0, 0.0), Counts(generated=320, updated=640, kept=320, steps=5)
-    prices = pricings(measured, grpo)[OF_PODS]
-    few = Counts(generated=80, updated=160, kept=80, steps=5)
-    pods = few._replace(generated=320)
-    assert prices.of(grpo) / prices.of(pods) == pytest.approx(6.0 / 2.7)
-    assert prices.of(pods) / prices.of(few) == pytest.approx(10.1 / 7.5)
-    assert prices.updated == measured.updated
-
-
-def test_a_strict_answer_is_the_whole_work() -> None:
-    strict = problems.of_chains(strict=True)
-    for mine, other in zip(strict.train, PROBLEM.train, strict=True):
-        assert mine.prompt == other.prompt
-        assert ends_in(mine.answer, mine.answer)
-        assert ends_in(mine.answer, other.answer)
-        wrong_in_between = mine.answer.replace(" ; ", " + 1 ; ", 1)
-        assert ends_in(wrong_in_between, other.answer)
-        assert not ends_in(wrong_in_between, mine.answer)
-
-
 # ---- what is concluded -----------------------------------------------------------------------------------------------
 
 
@@ -429,11 +366,6 @@ def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         with pytest.raises(SystemExit):
             main()
         assert message in capsys.readouterr().err
-
-
-def test_a_bad_line_of_a_data_set_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("--dataset: line 3 of")):
-        problems.task_of(tmp_path, 3, '{"prompt": "x"}')
 
 
 def test_a_folder_is_of_one_setting(tmp_path: Path) -> None:
