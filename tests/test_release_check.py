@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from links import at_address
 from release_check import NOTES, addresses_are_placeholders, main, notes_of, problems, results_are_missing
 from version import version_in
 
+ROOT = Path(__file__).parents[1]
 FILES = {
     "CMakeLists.txt": "project(d3s_kernels VERSION 1.2.3 LANGUAGES CXX)\n",
     "pyproject.toml": """[project]
