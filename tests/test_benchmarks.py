@@ -57,24 +57,6 @@ def test_a_quiet_run_has_few_low_probes() -> None:
         assert f"{low} of 20 probes between rounds were more than 15% below its level (reads 30.0" in judged.said
 
 
-def test_each_process_has_its_own_level() -> None:
-    """One of them has fewer instructions. The first facts are those of the choice of threads."""
-    judged = quiet.judge([[], [USUAL] * 9, [quiet.Rates(30, 90)] * 9], quiet.Rates())
-    assert (judged.low, judged.probes, judged.level) == (0, 18, USUAL)
-
-
-def test_a_machine_that_was_slow_throughout_is_told_by_earlier_results(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text(json.dumps({"machine": "a"}))  # from before there was a level
-    assert quiet.earlier_level(tmp_path, "a", 2) == quiet.Rates()
-    for name, threads, factor in (("a", 2, 1.25), ("b", 2, 9.0), ("a", 1, 8.0)):
-        faster = quiet.judge([[quiet.Rates(30, 200 * factor)]], quiet.Rates())
-        facts = {"machine": name, "threads": threads, "quiet": faster.data()}
-        (tmp_path / f"{name}-{threads}.json").write_text(json.dumps(facts))
-    judged = quiet.judge([[USUAL] * 6], quiet.earlier_level(tmp_path, "a", 2))
-    assert judged.quiet
-    assert judged.said.endswith("Its level of products is 20% lower than in an earlier run: it was slow throughout.")
-
-
 # ---- ranges, intervals and targets -----------------------------------------------------------------------------------
 
 
@@ -349,29 +331,6 @@ def test_every_contest_of_a_gpu_runs(tmp_path: Path) -> None:
     assert {target.contest for target in targets.CUDA} - in_triton <= log.contests.keys()
 
 
-# ---- AVX2 alone ------------------------------------------------------------------------------------------------------
-
-LEVELS = {"simd_levels": ["baseline", "avx2", "avx512"]}
-
-
-def test_avx2_alone_is_a_target_of_better_machines() -> None:
-    for simd, above in (("baseline", False), ("avx2", False), ("avx512", True)):
-        held = targets.targets_of("cpu", LEVELS | {"simd": simd})
-        assert any(target.contest.endswith(targets.AVX2_ALONE) for target in held) is above, simd
-    assert not targets.above_avx2({"simd_levels": ["baseline"], "simd": "baseline"})
-
-
-def test_published_times_are_targets_of_the_gpu_that_they_are_of() -> None:
-    def published(gpu: str) -> set[str]:
-        held = targets.targets_of("cuda", LEVELS | {"simd": "avx512"}, gpu)
-        return {target.contest for target in held[len(targets.CUDA) :]}
-
-    assert published("NVIDIA B200") == {targets.RAGGED}
-    assert published("NVIDIA H200") == set(targets.FEW)
-    assert all(targets.LIGER_SHAPE in contest for contest in published("NVIDIA H100 80GB HBM3") - set(targets.FEW))
-    assert not published("NVIDIA L4")
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 FORWARD, TRL = "logprob_entropy forward", "TRL's Triton kernel"
@@ -442,15 +401,6 @@ def test_answers_are_recorded_ones_in_the_sizes_of_a_contest() -> None:
     assert found.advantages.view(8, 8).sum(1).abs().max() < 1e-5
     with pytest.raises(ValueError, match="rows: got 12; takes a multiple of 8, at most 64"):
         real.answers(12, limit)
-
-
-def test_lengths_of_trls_benchmark_have_its_mean_and_its_spike() -> None:
-    prompts, lengths = real.lengths_of_6092(64, 4_096, torch.Generator().manual_seed(0))
-    assert 1_500 < (prompts + lengths).double().mean() < 1_700  # 1,597 there
-    assert 6 <= int((lengths == 4_096).sum()) <= 8
-    assert bool((prompts.view(8, 8) == prompts[::8, None]).all())
-    shorter = torch.cat(real.lengths_of_6092(64, 64, torch.Generator().manual_seed(0)))
-    assert (int(shorter.min()), int(shorter.max())) == (1, 64)
 
 
 @pytest.mark.slow("that the contest compares updates with the same gradient")

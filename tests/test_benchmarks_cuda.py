@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("rich")
 clock = pytest.importorskip("benchmarks.clock")
 cuda_clock = pytest.importorskip("benchmarks.cuda_clock")
-from benchmarks import harness, judging, nvml, report, targets, timing  # noqa: E402
+from benchmarks import harness, judging, nvml, report, timing  # noqa: E402
 
 CACHE_BYTES = 4096
 
@@ -111,22 +111,6 @@ def test_work_that_waits_for_the_gpu_is_not_recorded_and_other_errors_are_not_hi
         cuda.ready(work)
 
 
-def test_work_that_cannot_be_recorded_is_timed_by_events(cuda, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def graph(*_: object, **__: object):
-        recording.append("begun")
-        yield
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-    recording = []
-    monkeypatch.setattr(gpu, "graph", graph)
-    private = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: recording.append((device, pool)))
-    monkeypatch.setattr(cuda_clock.torch, "_C", private, raising=False)
-    with pytest.warns(UserWarning, match="timed by events: operation failed"):
-        ready = cuda.ready(print)
-    assert (ready.work, ready.timed_by, recording) == (print, clock.NOT_RECORDED, ["begun", (0, (0, 1))])
-
-
 def test_preparation_is_not_timed(cuda) -> None:
     def prepare() -> int:
         end = perf_counter() + 0.02
@@ -140,32 +124,6 @@ def test_preparation_is_not_timed(cuda) -> None:
     assert cuda.time(ready.work, ready.calls) < 0.02
     assert set(results) == {3}
     assert cuda.peak_bytes(ready.work) == 64
-
-
-def test_reading_is_judged_by_the_better_of_a_sum_and_a_copy() -> None:
-    """By the better median, not by the better of each round; then by what the GPU's memory is specified to do."""
-    sizes = "1,000 x 1,000 bfloat16"
-    rivals = {
-        name: timing.Timing(role, sizes, 1, seconds)
-        for name, role, seconds in (
-            (report.OURS, "ours", [1e-6] * 6),
-            ("read", "yardstick", [1.1e-6, 0.8e-6] * 3),
-            (targets.HALF_A_COPY, "yardstick", [0.9e-6, 0.9e-6] * 3),
-        )
-    }
-    target = next(target for target in targets.CUDA if isinstance(target, judging.ShareOf))
-    for left_out, against, value in (("", targets.HALF_A_COPY, 90), (targets.HALF_A_COPY, "read", 95)):
-        held = {name: of for name, of in rivals.items() if name != left_out}
-        line = report.judge(target, held, judging.RULES["cuda"], "NVIDIA H200")
-        assert (line.verdict.against, line.verdict.value) == (against, pytest.approx(value))
-        assert line.value.endswith("; 41.7% of the specified bandwidth")
-    assert "specified" not in report.judge(target, rivals, judging.RULES["cuda"], "Some GPU").value
-    both = {
-        "memory bandwidth": {
-            name: timing.Timing("yardstick", "9 bytes", 1, [took]) for name, took in (("read", 3.0), ("copy", 2.0))
-        }
-    }
-    assert report.gigabytes_per_second(both, judging.RULES["cuda"]) == {"read": 9e-9, "copy": 9e-9}
 
 
 # ---- the clock of a GPU ----------------------------------------------------------------------------------------------

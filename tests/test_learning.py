@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.learning import chains, comparison, policy, probe, problems, records, report, run, stages  # noqa: E402
+from experiments.learning import chains, comparison, policy, problems, records, report, run, stages  # noqa: E402
 from experiments.learning.__main__ import main  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
@@ -334,17 +334,6 @@ def test_differences_are_paired_and_widened_for_the_comparisons() -> None:
     assert one.decided
     assert not paired([0.2, 0.4, 0.4, 0.8, 0.25], theirs, 1).decided
     assert not paired([0.5], [0.1], 1).decided  # one seed
-
-
-def test_the_probe_measures_cosines_and_noise() -> None:
-    towards = torch.tensor([1.0, 0.0])
-    sums = probe.Sums(torch.zeros(2))
-    for gradient in ([3.0, 1.0], [1.0, -1.0], [2.0, 3.0], [2.0, -3.0]):
-        sums.add(torch.tensor(gradient), towards, 2.0)
-    cosine, of_mean, ratio, seconds = sums.result(towards)
-    expected = (3 / 10**0.5 + 1 / 2**0.5 + 2 * 2 / 13**0.5) / 4
-    assert (cosine, of_mean, seconds) == pytest.approx((expected, 1.0, 2.0))
-    assert ratio == pytest.approx(4 / (2 / 3 + 20 / 3))  # of the variances of both elements
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
