@@ -431,7 +431,7 @@ release-check:  ## what keeps this checkout from being released; TAG=v0.2.0 comp
 	$(PYTHON) tools/release_check.py $(if $(TAG),--tag '$(TAG)')
 
 release-notes:  ## print the notes of this version, as on the page of its release
-	@$(PYTHON) tools/release_notes.py
+	@$(PYTHON) tools/release_check.py --notes
 
 clean:  ## remove what was built
 	rm -rf build $(VENV)/.library $(VENV)/.first-look

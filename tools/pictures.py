@@ -100,7 +100,9 @@ LETTER = 0.602 * USUAL  # the width of each letter of DejaVu Sans Mono
 KEPT, SCORE, QUIET, GROUND, LINE = *PHASES[:2], "#59636e", "#f6f8fa", "#c4ccd4"
 HIGH, STEP = 14, 17  # the height of a cell or a bar, and the distance from one to the next
 
-ANSWERS = Path(__file__).with_name("overview_batch.json")  # a model's, with entropies, by record_answers.py
+# SmolLM2-135M's answers to four of the demo's problems, with the entropy of each token: drawn and sampled with the seed
+# in the file (`draw` and `record` in examples/_demo). One group has no right answer, so none of its rollouts is kept.
+ANSWERS = Path(__file__).with_name("overview_batch.json")
 OF_GROUP, OF_TOKENS = 4, 0.1  # kept of a group's 8 rollouts on average, and of their tokens; as in the contest
 QUESTION, OPENED = 1, 2  # the question and the answer whose tokens are shown
 CONTENDERS = {
