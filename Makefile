@@ -82,7 +82,7 @@ $(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.torch
 # The workflows are checked without torch.
 $(VENV)/.with-workflows: | $(BIN)/python
 $(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
-	@$(BIN)/python tools/pyproject.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
+	@$(BIN)/python tools/project.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
 	$(STAGE) 'packages of $(@:$(VENV)/.with-%=%)' $(PIP) -r $@.txt
 	@mv $@.txt $@
 
@@ -151,7 +151,7 @@ define ENVIRONMENT_OF
 	@$(BIN)/python -m venv --without-pip $(2)
 	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
 	  > "$$($(2)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
-	@$(BIN)/python tools/pyproject.py test-$(1) > $@.txt
+	@$(BIN)/python tools/project.py test-$(1) > $@.txt
 	@$(BIN)/pip --python $(2)/bin/python install --no-compile $(QUIET) -r $@.txt
 	@$(BIN)/pip --python $(2)/bin/python install --no-compile -q --no-deps \
 	  $(if $(filter newest,$(3)),$(4)$(1),'$(4)$(1)==$(3)')
@@ -256,7 +256,7 @@ DOCS := $(VENV)/docs
 
 $(DOCS)/.set-up: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --without-pip $(DOCS)
-	$(BIN)/python tools/pyproject.py docs > $@.txt
+	$(BIN)/python tools/project.py docs > $@.txt
 	$(BIN)/pip --python $(DOCS)/bin/python install -q -r $@.txt
 	mv $@.txt $@
 
@@ -419,7 +419,7 @@ release: $(VENV)/.tools  ## dist/: the source release and the plain wheel, for a
 	$(BIN)/pip install -q $(REPAIR) build twine
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist .
 	rm -rf build/sdist && mkdir -p build/sdist
-	tar -xf "dist/d3s_kernels-$$($(PYTHON) tools/version.py).tar.gz" -C build/sdist --strip-components 1
+	tar -xf "dist/d3s_kernels-$$($(PYTHON) tools/project.py --version).tar.gz" -C build/sdist --strip-components 1
 	$(BIN)/python build/sdist/tools/wheel.py plain --out dist $(if $(PYTHONS),--pythons $(PYTHONS))
 	$(BIN)/python -m twine check --strict dist/*.tar.gz dist/*.whl
 

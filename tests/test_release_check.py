@@ -14,8 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from links import at_address
+from project import version_in
 from release_check import NOTES, addresses_are_placeholders, main, notes_of, problems, results_are_missing
-from version import version_in
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -106,7 +106,7 @@ def test_links_of_the_notes_lead_to_the_release(root: Path) -> None:
 
 
 def test_the_page_names_wheels_of_this_version_which_has_notes() -> None:
-    text, version = (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), version_in(ROOT / "CMakeLists.txt")
+    text, version = (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), version_in(ROOT)
     assert set(re.findall(r"(?<!torch )\b(\d+\.\d+\.\d+)\+cu", text)) == {version}
     assert notes_of(ROOT, version)
 

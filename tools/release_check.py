@@ -18,8 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from links import at_address
-from pyproject import address_in
-from version import version_in
+from project import address_in, version_in
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTES = "docs/release-notes.md"
@@ -92,7 +91,7 @@ def named(page: Path) -> list[str]:
 
 
 def problems(root: Path, tag: str | None) -> list[str]:
-    version = version_in(root / "CMakeLists.txt")
+    version = version_in(root)
     return [
         *addresses_are_placeholders(root),
         *pages_deny_it(root),
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tag", help="the tag of the release")
     parser.add_argument("--notes", action="store_true", help="print the notes; links lead to the address and the tag")
-    given, version = parser.parse_args(arguments), version_in(root / "CMakeLists.txt")
+    given, version = parser.parse_args(arguments), version_in(root)
     if given.notes:
         print(at_address(notes_of(root, version), NOTES, address_in(root), f"v{version}"))
         return 0
