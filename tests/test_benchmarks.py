@@ -30,6 +30,13 @@ from benchmarks.timing import Timing
 USUAL = quiet.Rates(30, 200)
 SLOW = quiet.Rates(30, 160)
 
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its rounds a contest collects garbage, which takes a second where all of torch and TRL is imported."""
+    monkeypatch.setattr(harness.gc, "collect", lambda: None)
+
+
 # ---- the machine's quiet ---------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 pytest.importorskip("rich")
 clock = pytest.importorskip("benchmarks.clock")
 cuda_clock = pytest.importorskip("benchmarks.cuda_clock")
-from benchmarks import harness, judging, nvml, report, timing  # noqa: E402
+from benchmarks import harness, judging, report, timing  # noqa: E402
 
 CACHE_BYTES = 4096
 
@@ -203,64 +202,3 @@ def test_the_clocks_are_logged_and_told(tmp_path: Path) -> None:
         "median_megahertz": 2_000, "megahertz_range": [1_700, 2_000], "median_watts": 700, "rounds_at_another_clock": 1
     }.items()  # fmt: skip
     assert report.other_clocks(log.contests) == ["CLOCKS more than 3% from ours, in rounds: a contest: all (1 of 3)"]
-
-
-def test_the_clock_is_read_while_the_work_is_done(cuda) -> None:
-    cuda.time(list, 1)
-    assert cuda.reading() is None  # without a gauge
-    readings, read = iter([1_650, 1_700, 1_900]), threading.Event()
-
-    def of_gauge() -> clock.Reading | None:
-        megahertz = next(readings, None)
-        if megahertz is None:  # as where NVML fails for a moment
-            read.set()
-            return None
-        return clock.Reading(megahertz, 650)
-
-    cuda.gauge = SimpleNamespace(read=of_gauge)
-    cuda.time(lambda: read.wait(10), 1)
-    assert cuda.reading() == clock.Reading(1_700, 650)
-
-
-@pytest.mark.parametrize(
-    ("facts", "visible", "asked"),
-    [
-        ({"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 1}, "5", "PciBusId_v2 b'00000000:1b:01.0'"),
-        ({}, "5,3", "Index_v2 5"),
-        ({}, "GPU-7f", "UUID b'GPU-7f'"),
-        ({}, "", "Index_v2 0"),
-    ],
-)
-def test_the_gauge_reads_the_gpu_that_torch_uses(
-    facts: dict[str, int], visible: str, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, clocks = [], iter([1_000, 1_800])
-
-    def handle(name: str):
-        return lambda argument, _: calls.append(f"{name} {argument!r}")
-
-    def clock_info(device, which: int, into) -> None:
-        assert which == 1
-        into._obj.value = next(clocks)
-
-    def fields(device, count: int, into) -> None:
-        into._obj.value = 612_000
-
-    library = SimpleNamespace(
-        nvmlInit_v2=lambda: 0,
-        nvmlDeviceGetClockInfo=clock_info,
-        nvmlDeviceGetFieldValues=fields,
-        **{f"nvmlDeviceGetHandleBy{name}": handle(name) for name in ("PciBusId_v2", "Index_v2", "UUID")},
-    )
-    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(nvml.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**facts))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gauge = nvml.gauge_of(torch.device("cuda", 0))
-    assert gauge.read() == clock.Reading(1_800, 612)
-    assert calls == [asked]
-    library.nvmlDeviceGetFieldValues = lambda *_: 3
-    library.nvmlDeviceGetPowerUsage = lambda device, into: setattr(into._obj, "value", 500_000)
-    assert gauge.watts() == 500
-    library.nvmlDeviceGetClockInfo = lambda *_: 3
-    with pytest.warns(UserWarning, match="nvmlDeviceGetClockInfo fails with error 3"):
-        assert nvml.gauge_of(torch.device("cuda", 0)) is None
