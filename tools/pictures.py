@@ -369,8 +369,8 @@ def draw_performance(below: str, groups: list[tuple[str, list[Speed]]]) -> Figur
     figure.text(0.02, 1 - 0.12 / height, SPEEDS, size=22, weight="bold", color=INK, va="top")
     figure.text(0.02, 1 - 0.58 / height, below, size=14, color=INK, va="top")
     axes = figure.add_axes((0.41, 0.42 / height, 0.45, 1 - 1.6 / height), facecolor="white")
-    ends = [end for _, rows in groups for row in rows for end in (row.value, *(row.interval or ()))]
-    least, most = min(0.9, *ends), max(ends)
+    values = [end for _, rows in groups for row in rows for end in (row.value, *(row.interval or ()))]
+    least, most = min(0.9, *values), max(values)
     axes.set_xscale("log")
     axes.set_xlim(0.9 * least, 1.15 * most)
     ticks = [tick for tick in (0.01, 0.1, 1, 10, 100, 1000) if least < tick < most]
@@ -391,9 +391,8 @@ def draw_performance(below: str, groups: list[tuple[str, list[Speed]]]) -> Figur
         for row in rows:
             centre = place + 0.5
             axes.plot(row.value, centre, "o", color="#8fc9a4", markersize=13, clip_on=False)
-            axes.plot(
-                row.interval or (row.value,) * 2, (centre, centre), color=KEPT, linewidth=4, solid_capstyle="butt"
-            )
+            ends = row.interval or (row.value,) * 2
+            axes.plot(ends, (centre, centre), color=KEPT, linewidth=4, solid_capstyle="butt")
             axes.text(-0.03, centre, row.label, va="center", weight="normal", ha="right", **text)
             axes.text(1.03, centre, str(row), va="center", weight="bold", ha="left", **text)
             place += 1
@@ -786,9 +785,8 @@ def draw_phases(axes: Axes, found: d3s.RolloutPlan) -> None:
     axes.set_xticks([query + 0.5 for query in range(len(QUERIES))], QUERIES.tolist())
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel(
-        f"queries, by their successes of {SAMPLES}; a cell is a query that the phase serves, with its rollouts"
-    )
+    label = f"queries, by their successes of {SAMPLES}; a cell is a query that the phase serves, with its rollouts"
+    axes.set_xlabel(label)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -810,16 +808,18 @@ def outdated() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *(path.stem for path in PICTURES)], metavar="NAME")
+    stems = [path.stem for path in PICTURES]
+    parser.add_argument("names", nargs="*", choices=[[], *stems], metavar="NAME")  # [] is what is given for none
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a picture is another")
-    parser.add_argument("--out", type=Path, help="a folder for all pictures, instead of their places")
     given = parser.parse_args()
     if given.check:
-        print(*(f"{name} is outdated: run python tools/pictures.py" for name in outdated()), sep="\n", end="")
-        return int(bool(outdated()))
+        wrong = outdated()
+        for name in wrong:
+            print(f"{name} is not what the library and the results say")
+        return int(bool(wrong))
     for path, make in PICTURES.items():
         if not given.names or path.stem in given.names:
-            save(make(), given.out / path.name if given.out else path)
+            save(make(), path)
     return 0
 
 
