@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._arguments.bundles import NumberOrTensor
 from .._arguments.checks import is_known
-from .forward import Picked, dense_rows, flat, flat_rows, with_support_logits
+from .forward import Picked, dense_rows, flat, flat_rows, support_logits
 from .problem import HeadProblem
 from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
 
@@ -93,8 +93,7 @@ def _any_exceeded(problem: HeadProblem, incoming: Incoming, dense_exceeded: Tens
     Returns None if the host already knows that neither is so.
     """
     bound, rows = problem.max_grad_rows, problem.rows
-    most_dense = problem.sampling_mask.max_dense_rows
-    flags = [] if dense_exceeded is None or most_dense is None or most_dense >= rows else [dense_exceeded.view(())]
+    flags = [] if dense_exceeded is None else [dense_exceeded.view(())]
     if bound is not None and bound < rows:
         active = _rows_with_gradient(problem, incoming)
         flags.append(active.any() if bound == 0 else active.sum() > bound)
@@ -147,12 +146,18 @@ def _with_supports(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds the terms of rows that have a support to ``gradients``, which already has the terms of all other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
-    hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
+    hidden, weight, mask, shard, sampling_mask = (
+        problem.hidden, problem.weight, problem.mask, problem.shard, problem.sampling_mask,
+    )  # fmt: skip
+    offsets = sampling_mask.offsets
     assert offsets is not None
     incoming = incoming.map(lambda values: flat(values, problem.rows))
     with torch._C._AutoDispatchBelowAutograd():  # skips the autograd kernel: Python code that only refuses gradients
-        arguments = with_support_logits(problem, "support_logits_backward", **incoming._asdict())
-        grad, rows, tokens, undefined = _op.support_logits_backward.default(*arguments)
+        grad, rows, tokens, undefined = _op.support_logits_backward.default(
+            incoming.grad_logprob, incoming.grad_entropy, support_logits(problem), problem.labels, incoming.entropy,
+            incoming.row_max, incoming.log_sum, len(weight), *sampling_mask.supports, *problem.temperature,
+            Head.of(problem).softcap, mask, shard.tile_start,
+        )  # fmt: skip
     if exceeded is not None:
         undefined.logical_or_(exceeded)
     if wanted.hidden:

@@ -8,7 +8,7 @@ caller gives no bound on this number.
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,17 +91,18 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
     )
 
 
-def with_support_logits(problem: HeadProblem, op: str, **others: Any) -> list[Any]:
-    """Computes the support logits, and returns the arguments for an op on these logits. The logits are expanded to
-    ``[rows, support logits]``: all rows share the same memory.
+def support_logits(rows: HeadProblem) -> Tensor:
+    """Computes the support logits of a problem that :func:`flat_rows` returned, expanded to ``[rows, support logits]``:
+    all rows share the same memory.
     """
-    logits = _op.support_logits.default(*problem.arguments_for("support_logits")).expand(problem.rows, -1)
-    return problem.arguments_for(op, logits=logits, support_of=len(problem.weight), **others)
+    tile_start, mask, supports = rows.shard.tile_start, rows.mask, rows.sampling_mask.supports
+    logits = Head.of(rows).support_logits(rows.hidden, rows.labels, supports, mask, tile_start)
+    return logits.expand(rows.rows, -1)
 
 
 def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
     """Returns the problem restricted to the rows without a support, whose logits are computed for all tokens; and a
-    bool tensor ``[1]``, whether there are more such rows than ``max_dense_rows``, or None without this bound.
+    bool tensor ``[1]``, whether there are more such rows than the bound on them, or None if there cannot be more.
     """
     ids, offsets, _, most_dense = problem.sampling_mask
     mask, exceeded = _op.support_rows.default(problem.hidden, ids, offsets, most_dense, problem.mask)
@@ -115,7 +116,7 @@ def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
         max_grad_rows=smaller(problem.max_grad_rows, most_dense),
         sampling_mask=NO_SAMPLING_MASK,
     )
-    return dense, None if most_dense is None else exceeded
+    return dense, None if most_dense is None or most_dense >= problem.rows else exceeded
 
 
 # ---- the forward -----------------------------------------------------------------------------------------------------
@@ -168,20 +169,22 @@ def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
     """Computes the outputs of the dense rows, and writes the outputs of the other rows among them."""
     dense, exceeded = dense_rows(problem)
     rows, may_be_dense = flat_rows(problem), problem.sampling_mask.may_be_dense
+    labels, temperature, mask, supports = rows.labels, rows.temperature, rows.mask, rows.sampling_mask.supports
+    support_of = len(rows.weight)
     if rows.shard.ranks is None:
         outputs = _of_all_tokens(dense) if may_be_dense else new_row_statistics(problem.hidden)
-        written = dict(
-            zip(("logprob", "entropy", "row_max", "log_sum"), (each.view(rows.rows) for each in outputs), strict=True)
+        flat_outputs = [output.view(rows.rows) for output in outputs]
+        _op.support_logprob_entropy_.default(
+            *flat_outputs, support_logits(rows), labels, *supports, *temperature, mask, exceeded, support_of
         )
-        arguments = with_support_logits(rows, "support_logprob_entropy_", exceeded=exceeded, **written)
-        _op.support_logprob_entropy_.default(*arguments)
         return outputs
     # The states of all rows pass through one collective, and are finished before they are joined.
-    state = no_logits(rows.rows, rows.hidden)
-    arguments = with_support_logits(rows, "support_softmax_state_", state=state, exceeded=exceeded)
-    _op.support_softmax_state_.default(*arguments)
-    finished_rows = finished(rows.shard, state, rows.labels, rows.mask, rows.temperature)
-    outputs = tuple(output.view(problem.labels.shape) for output in finished_rows)
+    state, tile_start = no_logits(rows.rows, rows.hidden), rows.shard.tile_start
+    _op.support_softmax_state_.default(
+        state, support_logits(rows), labels, *supports, tile_start, *temperature, mask, exceeded, support_of
+    )
+    of_supports = finished(rows.shard, state, labels, mask, temperature)
+    outputs = tuple(output.view(problem.labels.shape) for output in of_supports)
     if may_be_dense:
         assert dense.mask is not None
         outputs = tuple(torch.where(dense.mask, *both) for both in zip(_of_all_tokens(dense), outputs, strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._arguments.bundles import SupportArguments
 from .._dispatch import backends
 from .._dispatch.backends import SLICES
 from .problem import HeadProblem
@@ -65,6 +66,15 @@ class Head(NamedTuple):
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
+
+    def support_logits(
+        self, hidden: Tensor, labels: Tensor, supports: SupportArguments, mask: Tensor | None, tile_start: int | None
+    ) -> Tensor:
+        """Computes one logit for each id of the supports, then one for each row's label."""
+        logits: Tensor = _op.support_logits.default(
+            hidden, self.weight, labels, *supports, self.bias, self.softcap, mask, tile_start, self.logits_dtype
+        )
+        return logits
 
     @property
     def gradient_dtype(self) -> torch.dtype:
