@@ -93,7 +93,9 @@ def support_softmax_state_(
     after = torch.where(rows.sets.single.unsqueeze(1), _with_single_tokens(state, rows), after)
     after = after.where(~rows.sets.dense.unsqueeze(1), state)
     if exceeded is not None:
-        after[:, 2].masked_fill_(exceeded, math.nan)
+        undefined = state.clone()
+        undefined[:, 2].fill_(math.nan)
+        after = torch.where(exceeded, undefined, after)
     state.copy_(after if rows.mask is None else after.where(rows.mask.unsqueeze(1), state))
 
 

@@ -29,6 +29,7 @@ from helpers import (
     random_logits,
     ratio_results,
 )
+from test_sampling_masks import random_spans
 from test_sampling_masks_head import Case as HeadCase
 from torch import Tensor
 
@@ -709,10 +710,29 @@ def test_launches_and_bytes_of_the_head() -> None:
         given = {"sampling_mask": case.mask, "max_dense_rows": 0, "weight_grad_into": into}
         return leaves(d3s.linear_logprob_entropy, case.labels, **given)
 
-    assert asked(forward)[:3] == (4, 1, 2 * pairs * row)
+    assert asked(forward)[:3] == (4, 0, 2 * pairs * row)
     results = forward()
     found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
-    assert found[:3] == (10, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+    assert found[:3] == (11, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+
+
+@emulated
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [3, 0, 2]], ids=["all rows have a support", "one row has none"])
+def test_launches_over_supports(lengths: list[int]) -> None:
+    """One marks the dense rows, one computes these rows, and one the others; without dense rows there is one less."""
+    mask, labels = random_spans(lengths, 64)
+    logits = random_logits(3, 64).requires_grad_()
+    given = {"sampling_mask": mask}
+
+    def counts(**options: int) -> list[tuple[int, int]]:
+        results: list[Tensor] = []
+        forward = asked(lambda: results.extend(d3s.logprob_entropy(logits, labels, **given, **options)))
+        backward = asked(lambda: torch.autograd.grad(results, logits, [torch.ones(3)] * 2))
+        return [each[:2] for each in (forward, backward)]
+
+    assert counts() == counts(max_dense_rows=2) == [(3, 0), (2, 0)]
+    if 0 not in lengths:
+        assert counts(max_dense_rows=0) == [(2, 0), (2, 0)]
 
 
 @emulated
