@@ -1,8 +1,9 @@
 // The schemas of all ops that are written in C++. The ops that are written in Python are declared in
-// d3s_kernels/_lm_head/op.py. d3s_kernels/reference.py defines what the public ops compute, and tests/cases/ defines
-// what the other ops compute. The docstrings of d3s_kernels explain the arguments.
+// d3s_kernels/_dispatch/over_supports.py and d3s_kernels/_lm_head/op.py. d3s_kernels/reference.py defines what the
+// public ops compute, and tests/cases/ defines what the other ops compute. The docstrings of d3s_kernels explain the
+// arguments.
 //
-// Some neighbouring arguments of an op are one argument of its kernel: a struct in C++ (csrc/ops/arguments.h) or an
+// Some neighbouring arguments of an op are one argument of its kernel: a struct in C++ (csrc/ops/*_argument*.h) or an
 // object in Python (d3s_kernels/_arguments/bundles.py). For example, `k` and `k_tensor` become one such argument, and
 // so do the arguments of a sampling mask.
 //
@@ -14,16 +15,12 @@
 namespace {
 
 constexpr const char* kSchemas[] = {
-    // vocabulary: ops that compute values for each row of logits [..., V], over all tokens or over the tokens of a
-    // sampling mask
+    // vocabulary: ops that compute values for each row of logits [..., V], over all tokens
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
-    "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
-    "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
-    "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
-    "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
-    "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
+    "Tensor? mask=None, SymInt? first_token=None) -> (Tensor grad_logits)",
     // The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without
     // first_token, the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4].
     // softmax_state_finish also takes the states [shards, rows, 4] of vocabulary shards, and merges the shards in
@@ -31,30 +28,46 @@ constexpr const char* kSchemas[] = {
     // as the dtype of the logits, the gradient fills the front half of each row. logprob_entropy_backward writes the
     // gradient to a new tensor instead.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
-    "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
-    "bool include_label=False, SymInt? max_dense_rows=None, SymInt? kept_of=None) -> ()",
+    "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()",
     "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
     "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // With a sampling mask, kept_logits computes only the logits of kept tokens. It returns a list: first one logit for
-    // each id of the sampling mask, then one logit for the label of each row. If such a list is passed to the ops
-    // above, `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward returns three lists of
-    // the same length: the gradient of each logit, its row (-1 if it has no gradient), and its token. From these lists,
-    // kept_hidden_grad_ computes the gradient of the hidden states, and kept_weight_grad_ the gradients of weight and
-    // bias.
-    "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
-    "Tensor? mask=None, SymInt? first_token=None, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
-    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
-    "kept_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, Tensor entropy, "
-    "Tensor row_max, Tensor log_sum, SymInt kept_of, float temperature=1.0, Tensor? temperature_tensor=None, "
-    "float? logit_softcap=None, Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, "
-    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
+    // supports: with a sampling mask, some rows have a support: the ids of the tokens that could have been sampled. The
+    // results of such a row are over these tokens. support_rows says which rows the ops above have to compute, and
+    // whether there are more such rows than max_dense_rows; the leading dimensions of `values` are the rows. The ops
+    // after it write the other rows into results of the ops above. They write NaN for all rows if `exceeded` is true.
+    // support_logprob_entropy_backward_ takes a gradient that is 0 in the rows with a support.
+    "support_rows(Tensor values, Tensor support_ids, Tensor support_offsets, SymInt? max_dense_rows=None, "
+    "Tensor? mask=None) -> (Tensor dense, Tensor exceeded)",
+    "support_logprob_entropy_(Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) row_max, Tensor(d!) log_sum, "
+    "Tensor logits, Tensor? labels, Tensor support_ids, Tensor support_offsets, bool include_label=False, "
+    "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? exceeded=None, "
+    "SymInt? support_of=None) -> ()",
+    "support_softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, Tensor support_ids, "
+    "Tensor support_offsets, bool include_label=False, SymInt? first_token=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? exceeded=None, SymInt? support_of=None) -> ()",
+    "support_logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, Tensor(a!) grad_logits, Tensor support_ids, "
+    "Tensor support_offsets, bool include_label=False, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None, SymInt? first_token=None) -> ()",
+    // For an LM head, support_logits computes only the logits of the supports. It returns a list: first one logit for
+    // each id, then one logit for the label of each row. If such a list is passed to the ops above, `support_of` is the
+    // number of tokens in the vocabulary or tile. support_logits_backward returns three lists of the same length: the
+    // gradient of each logit, its row (-1 if it has no gradient), and its token. From these lists, support_hidden_grad_
+    // computes the gradient of the hidden states, and support_weight_grad_ the gradients of weight and bias.
+    "support_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor support_ids, Tensor support_offsets, "
+    "bool include_label=False, Tensor? bias=None, float? logit_softcap=None, Tensor? mask=None, "
+    "SymInt? first_token=None, ScalarType logits_dtype=float) -> Tensor",
+    "support_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt support_of, Tensor support_ids, Tensor support_offsets, "
+    "bool include_label=False, float temperature=1.0, Tensor? temperature_tensor=None, float? logit_softcap=None, "
+    "Tensor? mask=None, SymInt? first_token=None) "
     "-> (Tensor grad, Tensor rows, Tensor tokens, Tensor undefined)",
-    "kept_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
+    "support_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
     "Tensor(a!) out) -> ()",
-    "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
+    "support_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
     "Tensor(b!)? bias_out=None) -> ()",
     // wide_product_ computes out = hidden @ weight.T, with bfloat16 inputs and a float32 result. This op exists only on
     // CPUs, where torch has no such product.
@@ -69,8 +82,7 @@ constexpr const char* kSchemas[] = {
     "-> (Tensor mask, Tensor count, Tensor threshold)",
     "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
     "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, "
-    "bool drop_zeros=False, float temperature=1.0, Tensor? temperature_tensor=None, Tensor? sampling_ids=None, "
-    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
+    "bool drop_zeros=False, float temperature=1.0, Tensor? temperature_tensor=None) "
     "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)",
     "compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)",
 

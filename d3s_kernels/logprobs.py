@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._arguments.checks import checked_mask, require_no_tangent, require_tensors, temperature_argument
-from ._dispatch import ops
+from ._dispatch.over_supports import row_statistics
 from ._lm_head import op
 from ._lm_head.problem import checked_problem
 from .support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions, op_arguments
@@ -49,9 +49,8 @@ def entropy(
     require_tensors(logits=logits)
     require_no_tangent(logits=logits)
     mask = checked_mask(mask, logits)
-    number, tensor = temperature_argument(temperature, logits)
-    spans = op_arguments(sampling_mask, max_dense_rows, logits)
-    return ops.logprob_entropy(logits, None, number, tensor, mask, *spans)[1]
+    each = temperature_argument(temperature, logits)
+    return row_statistics(logits, None, each, mask, op_arguments(sampling_mask, max_dense_rows, logits))[1]
 
 
 def logprob_entropy(
@@ -110,9 +109,9 @@ def logprob_entropy(
     require_tensors(logits=logits, labels=labels)
     require_no_tangent(logits=logits)
     mask = checked_mask(mask, logits)
-    number, tensor = temperature_argument(temperature, logits)
-    spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
-    logprob, row_entropy, _, _ = ops.logprob_entropy(logits, labels, number, tensor, mask, *spans)
+    each = temperature_argument(temperature, logits)
+    sampling = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
+    logprob, row_entropy, _, _ = row_statistics(logits, labels, each, mask, sampling)
     return logprob, row_entropy
 
 

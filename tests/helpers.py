@@ -113,15 +113,24 @@ def assert_unchecked_spans(call: Callable[..., Any]) -> None:
     """
     spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9], [-(2**31), 2]]
     labels, logits = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2, -7]), random_logits(9, 50)
-    ids = torch.tensor(list(chain(*spans)), dtype=torch.int32)
+    ids = every_id = torch.tensor(list(chain(*spans)), dtype=torch.int32)
     offsets = torch.tensor([0, *accumulate(map(len, spans))])
 
+    def results(cuts: Tensor, heat: Tensor | None = None, include: bool = False) -> list[Tensor]:
+        """The results and the gradient, of the dense rows and then of the others among them."""
+        n, ones = len(cuts) - 1, torch.ones(len(cuts) - 1)
+        given, supports = (logits[:n], labels[:n]), (ids, cuts, include)
+        dense, _ = call("support_rows", logits[:n], ids, cuts)
+        found = call("logprob_entropy", *given, 1.0, heat, dense)
+        call("support_logprob_entropy_", *found, *given, *supports, 1.0, heat)
+        slope = call("logprob_entropy_backward", ones, ones, *given, *found[1:], 1.0, heat, dense)
+        call("support_logprob_entropy_backward_", ones, ones, *given, *found[1:], slope, *supports, 1.0, heat)
+        return [*found, slope]
+
     def undefined(cuts: Tensor, include: bool = False) -> list[list[bool]]:
-        logprob, *found = call("logprob_entropy", logits, labels, 1.0, None, None, ids, cuts, include)
-        ones, options = torch.ones(9), (1.0, None, None, None, ids, cuts, include)
-        slope = call("logprob_entropy_backward", ones, ones, logits, labels, *found, *options)
+        logprob, entropy, *_, slope = results(cuts, include=include)
         assert torch.equal(slope.isnan().all(1), slope.isnan().any(1))
-        return [part.isnan().tolist() for part in (logprob, found[0], slope[:, 0])]
+        return [part.isnan().tolist() for part in (logprob, entropy, slope[:, 0])]
 
     bad, lacking = [False, True, True, True, False, False, False, False, True], [4, 5]
     logprob, entropy, slope = undefined(offsets)
@@ -130,8 +139,9 @@ def assert_unchecked_spans(call: Callable[..., Any]) -> None:
     logprob, entropy, slope = undefined(offsets, include=True)
     assert logprob == entropy == slope == bad
     heat = torch.tensor([1.0, NAN, 0.0, -1.0])
-    logprob, *_ = call("logprob_entropy", logits[:4], labels[:4], 1.0, heat, None, ids[[0, 0, 0, 5]], torch.arange(5))
-    assert logprob.isnan().tolist() == [False, True, True, True]
+    ids = ids[[0, 0, 0, 5]]
+    assert results(torch.arange(5), heat)[0].isnan().tolist() == [False, True, True, True]
+    ids = every_id
     for cuts in (-torch.arange(10), 1000 * torch.arange(10), torch.full((10,), -(2**62)), torch.arange(10, 0, -1)):
         assert all(undefined(cuts)[0][row] for row in range(1, 9) if labels[row] != -100)
 

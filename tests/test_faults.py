@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 VALUES = torch.randn(10)
 ROWS: dict[str, Any] = {"logits": torch.randn(4, 50), "labels": None}
-SPANS = {"sampling_ids": torch.tensor([3, 4, 9], dtype=torch.int32), "sampling_offsets": torch.tensor([0, 1, 1, 2, 3])}
+SPANS = {"support_ids": torch.tensor([3, 4, 9], dtype=torch.int32), "support_offsets": torch.tensor([0, 1, 1, 2, 3])}
 TOKENS = {"entropy": VALUES.abs(), "advantages": torch.ones(()), "ratio": 0.5}
 WITH_OFFSETS = {
     "topk_mask": {"scores": VALUES, "ratio": 0.5},
@@ -87,13 +87,14 @@ for what, fault, changed in (
         (f"temperature {heat}", "temperature", {"temperature_tensor": torch.tensor([1, 1, heat, 1])})
         for heat in (0.0, -1.0, 1e20, torch.nan)
     ),
-    ("id -1", "sampling_mask", SPANS | {"sampling_ids": torch.tensor([3, -1, 9], dtype=torch.int32)}),
-    ("id 50", "sampling_mask", SPANS | {"sampling_ids": torch.tensor([3, 4, 50], dtype=torch.int32)}),
-    ("spans that overlap", "sampling_mask", SPANS | {"sampling_offsets": torch.tensor([0, 2, 1, 2, 3])}),
-    ("spans that end late", "sampling_mask", SPANS | {"sampling_offsets": torch.tensor([0, 1, 1, 2, 4])}),
+    ("id -1", "sampling_mask", SPANS | {"support_ids": torch.tensor([3, -1, 9], dtype=torch.int32)}),
+    ("id 50", "sampling_mask", SPANS | {"support_ids": torch.tensor([3, 4, 50], dtype=torch.int32)}),
+    ("spans that overlap", "sampling_mask", SPANS | {"support_offsets": torch.tensor([0, 2, 1, 2, 3])}),
+    ("spans that end late", "sampling_mask", SPANS | {"support_offsets": torch.tensor([0, 1, 1, 2, 4])}),
     ("a bound on dense rows", "dense_rows", SPANS | {"max_dense_rows": 0}),
 ):
-    case(f"logprob_entropy, {what}", "logprob_entropy", fault, **ROWS | changed)
+    op = "support_logprob_entropy" if "support_ids" in changed else "logprob_entropy"
+    case(f"logprob_entropy, {what}", op, fault, **ROWS | changed)
 high = {"groups": torch.full((10,), 16, dtype=torch.int8), "offsets": None}
 case("a group", "adaptive_clip", "groups", **WITH_OFFSETS["adaptive_clip"] | high)
 

@@ -135,10 +135,14 @@ def vocabulary_calls() -> None:
     plain("softmax_state_finish", state)
     plain("logprob_entropy_backward_", rows[0], rows[0], tile, labels.flatten(), *rows[1:], 8192)
     plain("select_tokens_from_logits", logits, torch.rand(5), None, torch.rand(()), mask)
-    spans = torch.ones(70).int(), torch.ones(11).long(), True, 4
-    logprob, *statistics = plain("logprob_entropy", logits, labels, 1.0, torch.rand(5, 2), mask, *spans)
-    plain("logprob_entropy_backward", logprob, logprob, logits, labels, *statistics, 1.0, None, mask, None, *spans)
-    plain("softmax_state_", state, tile, labels.flatten(), 8192, 1.0, None, None, *spans)
+    supports, heat = (torch.ones(70).int(), torch.ones(11).long(), True), torch.rand(5, 2)
+    dense, exceeded = plain("support_rows", logits, *supports[:2], 4, mask)
+    results = [torch.rand(5, 2) for _ in range(4)]
+    plain("support_logprob_entropy_", *results, logits, labels, *supports, 1.0, heat, dense, exceeded)
+    gradient = torch.zeros(5, 2, 9000)
+    given = logprob, logprob, logits, labels, *results[1:], gradient, *supports
+    plain("support_logprob_entropy_backward_", *given, 1.0, None, mask, None)
+    plain("support_softmax_state_", state, tile, labels.flatten(), *supports, 8192, 1.0, None, None, exceeded)
 
 
 def segment_calls() -> None:

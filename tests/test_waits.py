@@ -108,7 +108,7 @@ def drawn(op: str, seed: int) -> dict[str, Any]:
     """Arguments from the table, with a bound on what the host would otherwise ask for."""
     given = OPS[op].draw(Draw(seed, most=100))
     if "max_dense_rows" in given:
-        given["max_dense_rows"] = len(given["sampling_offsets"])
+        given["max_dense_rows"] = len(given["support_offsets"])
     return given
 
 

@@ -15,13 +15,13 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMAS = ("csrc/library.cpp", "d3s_kernels/_lm_head/op.py")
+SCHEMAS = ("csrc/library.cpp", "d3s_kernels/_dispatch/over_supports.py", "d3s_kernels/_lm_head/op.py")
 # Names that other code uses for other things, so that counting them says nothing.
 COMMON = {
     "alpha", "bits", "eps", "high", "k", "keep", "level", "low", "ratio", "scale", "shift", "temperature", "wanted",
 }  # fmt: skip
 # Tensors that are no data: another form of a number, or a part of a sampling mask.
-FORMS = re.compile(r"\w+_tensor|sampling_\w+")
+FORMS = re.compile(r"\w+_tensor|support_(ids|offsets)")
 
 
 def arguments() -> list[str]:
@@ -48,7 +48,9 @@ def names_in(path: Path) -> set[str]:
             found.add(token.string)
         elif token.type == tokenize.STRING and re.fullmatch(r'"\w+"', token.string):
             found.add(token.string[1:-1])
-        elif token.type == tokenize.STRING and path == ROOT / SCHEMAS[1] and "Tensor" in token.string:
+        elif (
+            token.type == tokenize.STRING and path in [ROOT / file for file in SCHEMAS[1:]] and "Tensor" in token.string
+        ):
             found.update(re.findall(r"\w+", token.string))
     return found
 

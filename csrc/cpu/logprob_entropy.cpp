@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "../torch_abi.h"
-#include "kept_logits.h"
 #include "softmax_rows.h"
 
 namespace d3s {
@@ -14,25 +13,14 @@ namespace {
 // The minimum number of logits for a thread. For fewer logits, a second thread costs more time than it saves.
 constexpr int64_t kGrain = 32768;
 
-// The minimum number of kept logits for a thread. It is smaller than kGrain, since each kept logit causes a cache miss.
-constexpr int64_t kKeptGrain = 1024;
-
-// The rows that are not masked out, listed so that the work can be divided evenly among the threads.
-struct LiveRows {
-  std::vector<int64_t> dense, with_span;
-
-  explicit LiveRows(const LogitsRows& rows) {
-    dense.reserve(rows.layout.count);
-    for (int64_t row = 0; row < rows.layout.count; ++row)
-      if (!rows.masked_out(row)) (rows.spans.dense(row) ? dense : with_span).push_back(row);
-  }
-
-  template <class Body>
-  void for_each(const Body& body) const {
-    for (const int64_t row : dense) body(row);
-    for (const int64_t row : with_span) body(row);
-  }
-};
+// Lists the rows that are not masked out, so that the work can be divided evenly among the threads.
+std::vector<int64_t> unmasked(const LogitsRows& rows) {
+  std::vector<int64_t> live;
+  live.reserve(rows.layout.count);
+  for (int64_t row = 0; row < rows.layout.count; ++row)
+    if (!rows.masked_out(row)) live.push_back(row);
+  return live;
+}
 
 // Returns the state of one slice of `row`. Also prefetches what the caller reads next: the next slice or, after the
 // last slice, `next_row`.
@@ -83,20 +71,6 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
   });
 }
 
-// Calls body(kept, row) for each row with a span, after `kept` has read the row.
-template <class T, class Body>
-void for_each_span(const LogitsRows& rows, const std::vector<int64_t>& with_span, const Body& body) {
-  const auto count = static_cast<int64_t>(with_span.size());
-  const int64_t mean = 1 + rows.spans.count / (count + 1);
-  parallel_for(count, 1 + kKeptGrain / mean, [&](int64_t begin, int64_t end) {
-    KeptLogits<T> kept(rows);
-    for (int64_t i = begin; i < end; ++i) {
-      kept.read(with_span[i]);
-      body(kept, with_span[i]);
-    }
-  });
-}
-
 }  // namespace
 
 const bool kMakesKeys = false;  // on CPUs, the vectorised loops of topk_mask.cpp make the keys
@@ -104,11 +78,6 @@ const bool kMakesKeys = false;  // on CPUs, the vectorised loops of topk_mask.cp
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput&, Device&) {
   for (int64_t row = 0; row < rows.layout.count; ++row)
     if (rows.masked_out(row)) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
-  const LiveRows live(rows);
-  if (rows.spans.exceeded_by(static_cast<int64_t>(live.dense.size()))) {
-    live.for_each([&](int64_t row) { outputs.write(row, {NAN, NAN, NAN}, rows.labels[row] == kNoTarget ? 0.f : NAN); });
-    return;
-  }
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [](int64_t) { return SoftmaxState(); };
@@ -118,17 +87,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       outputs.write(row, statistics, label < 0 ? 0.f : log_probability(to_float(p[label]), statistics, temperature));
     };
-    if (rows.kept_alone)
-      for (const int64_t row : live.dense) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
-    else
-      for_each_state<T>(rows, live.dense, start, done);
-    const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
-    for_each_span<T>(rows, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
-      if (kept.set.single())
-        outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
-      else
-        done(row, kept.merge_into(SoftmaxState(), loops, rows.temperatures[row]), kept.label_place());
-    });
+    for_each_state<T>(rows, unmasked(rows), start, done);
   });
 }
 
@@ -146,33 +105,6 @@ void clear(void* memory, int64_t bytes) {
     memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
 }
 
-// For each row in `which` that has a span and an incoming gradient, writes the gradient of the kept logits of the row.
-// The caller has already written zeros to these rows.
-template <class T>
-void write_kept(const LogitsRows& rows, const RowGradients& gradients, const int64_t* which, int64_t count, T* to,
-                const RowLayout& layout) {
-  const SoftmaxLoops<T>& loops = softmax_rows().of(Tag<T>());
-  KeptLogits<T> kept(rows);
-  for (const int64_t* row = which; row < which + count; ++row) {
-    if (rows.spans.dense(*row) || !has_gradient(rows, gradients, *row)) continue;
-    T* gradient = to + layout.offset(*row);
-    if (gradients.any_nan(*row, rows.labels)) {
-      std::fill(gradient, gradient + layout.columns, from_float<T>(NAN));
-      continue;
-    }
-    kept.read(*row);
-    if (kept.set.single()) continue;
-    const RowStatistics statistics = gradients.statistics(*row);
-    const float temperature = rows.temperatures[*row];
-    const GradientLine line =
-        gradient_line(gradients.of_logprob(*row, rows.labels), gradients.of_entropy(*row), statistics, temperature);
-    kept.write_gradient(loops, {statistics.max, kLog2E / temperature, line.offset, line.slope}, gradient);
-    if (kept.label_in_tile())
-      gradient[kept.label_place()] =
-          from_float<T>(label_gradient(line, kept.label_logit() - statistics.max, temperature));
-  }
-}
-
 }  // namespace
 
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device&) {
@@ -186,17 +118,15 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
-    // `still` lists the rows that need few or no logits: rows with a span, and rows without an incoming gradient.
-    // `live` lists the other rows. Each list is divided evenly among the threads.
+    // `still` lists the rows without an incoming gradient, which need no logits. `live` lists the other rows. Each list
+    // is divided evenly among the threads.
     std::vector<int64_t> live, still;
     for (int64_t row = 0; row < rows.layout.count; ++row)
-      (has_gradient(rows, gradients, row) && rows.spans.dense(row) ? live : still).push_back(row);
+      (has_gradient(rows, gradients, row) ? live : still).push_back(row);
     const int64_t grain = kGrain / (columns + 1) + 1;
     parallel_for(static_cast<int64_t>(still.size()), grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
         clear(to + out.layout.offset(still[i]), columns * static_cast<int64_t>(sizeof(T)));
-      if constexpr (!narrow)
-        if (rows.spans.given()) write_kept(rows, gradients, &still[begin], end - begin, to, out.layout);
     });
 
     const auto write_piece = [&](int64_t row, int64_t begin, int64_t end) {
@@ -233,11 +163,6 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
 }
 
 void merge_tile(const LogitsRows& rows, RowState* states, Device&) {
-  const LiveRows live(rows);
-  if (rows.spans.exceeded_by(static_cast<int64_t>(live.dense.size()))) {
-    live.for_each([&](int64_t row) { states[row].dot = NAN; });
-    return;
-  }
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [&](int64_t row) { return states[row].get(); };
@@ -246,14 +171,7 @@ void merge_tile(const LogitsRows& rows, RowState* states, Device&) {
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       if (label >= 0) states[row].label_logit = to_float(p[label]);
     };
-    if (!rows.kept_alone) for_each_state<T>(rows, live.dense, start, done);
-    const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
-    for_each_span<T>(rows, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
-      if (!kept.set.single())
-        done(row, kept.merge_into(start(row), loops, rows.temperatures[row]), kept.label_place());
-      else if (kept.any_in_tile())
-        states[row] = RowState::of_single(kept.label_in_tile());
-    });
+    for_each_state<T>(rows, unmasked(rows), start, done);
   });
 }
 

@@ -9,16 +9,13 @@
 //   logprob_entropy            whole_rows        logits, labels                          -> outputs, keys
 //   logprob_entropy (slices)   single_slices     logits                                  -> slice_states
 //   logprob_entropy (merge)    merge_slices      slice_states, labels and their logits   -> outputs, keys
-//   logprob_entropy (spans)    rows_with_span    spans, kept logits, labels              -> outputs, keys, dense_rows
-//   logprob_entropy (bound)    enforce_bound     dense_rows                              -> outputs, keys
 //   softmax_state_finish       finish_all        states                                  -> outputs
 //   logprob_entropy_backward   write_gradients   logits, labels, gradients, statistics   -> out
-//   … with a sampling mask     with_spans        as above, spans                         -> out
 //   … in half precision        narrow_gradients  as above                                -> front half of logits
 //
-// For a tile, the kernels read and write `states` instead of writing outputs and keys. With a sampling mask,
-// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the dense rows.
-#include "kept_logits.h"
+// For a tile, the kernels read and write `states` instead of writing outputs and keys.
+#include "row_gradient.h"
+#include "softmax_lane.h"
 
 namespace d3s {
 namespace {
@@ -100,7 +97,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
     if (threadIdx.x == 0) write_masked_row(row, sink);
     return;
   }
-  if (!rows.spans.dense(row)) return;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
   const float temperature = rows.temperatures[row];
@@ -123,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
   SoftmaxState* shares = dynamic_shared<SoftmaxState>();  // [kWarps]
   const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
   const int64_t row = blockIdx.x / slices;
-  if (rows.masked_out(row) || !rows.spans.dense(row)) return;
+  if (rows.masked_out(row)) return;
   const float temperature = rows.temperatures[row];
   const RowReader<T, kAligned> reader(row_at<T>(rows, row), columns);
   const SoftmaxState share = warp_share(reader, columns, static_cast<int>(blockIdx.x % slices), temperature);
@@ -143,7 +139,6 @@ __global__ void merge_slices(const __grid_constant__ LogitsRows rows, const Soft
     write_masked_row(row, sink);
     return;
   }
-  if (!rows.spans.dense(row)) return;
   const int slices = slices_of(static_cast<int>(rows.layout.columns));
   const float inverse_temperature = 1.f / rows.temperatures[row];
   SoftmaxState state = sink.states ? sink.states[row].get() : SoftmaxState();
@@ -183,7 +178,9 @@ void require_columns(int64_t columns) {
                                 " tokens; takes fewer than 2^31 on a GPU");
 }
 
-void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
+void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
+  require_columns(rows.layout.columns);
+  if (rows.layout.count == 0) return;
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
   // If more than half of the rows fit on the GPU at the same time, one block for each row would leave some
   // multiprocessors without work: either from the start, or while the last rows finish.
@@ -205,27 +202,6 @@ void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& devi
     launch("logprob_entropy (merge)", merge_slices<T>, ceil_div(count, kMergers), kMergers, 0, device, rows,
            static_cast<const SoftmaxState*>(states), sink);
   });
-}
-
-void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
-  require_columns(rows.layout.columns);
-  const int64_t count = rows.layout.count;
-  if (count == 0) return;
-  if (!rows.spans.given()) {
-    reduce_dense_rows(rows, sink, device);
-    return;
-  }
-  int* dense_rows = rows.spans.bounded() ? device.scratch_of<int>(1) : nullptr;
-  if (dense_rows) clear(dense_rows, 0, sizeof(int), device);
-  dispatch_float(rows.type, [&](auto tag) {
-    launch("logprob_entropy (spans)", rows_with_span<typename decltype(tag)::type>, ceil_div(count, kSpanWarps),
-           kSpanThreads, kSpanWarps * sizeof(KeptShare), device, rows, sink, dense_rows);
-  });
-  if (rows.spans.may_be_dense() && !rows.kept_alone) reduce_dense_rows(rows, sink, device);
-  constexpr int kRowsOfBlock = 128;
-  if (dense_rows)
-    launch("logprob_entropy (bound)", enforce_bound, ceil_div(count, kRowsOfBlock), kRowsOfBlock, 0, device, rows, sink,
-           static_cast<const int*>(dense_rows));
 }
 
 __global__ void finish_all(const __grid_constant__ RowStates states, const __grid_constant__ Temperatures temperatures,
@@ -314,9 +290,12 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   if (label_place) *label_place = of_label;
 }
 
-template <class T, bool kAligned, bool kSpans>
-__device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradients& gradients, T* out,
-                                        const RowLayout& out_layout) {
+// Six blocks fit on a multiprocessor, with 40 registers for each thread. While some blocks wait for a row's statistics,
+// the other blocks keep the memory busy. The code for misaligned rows needs 48 registers, so only five blocks fit.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
+    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
+                    const __grid_constant__ RowLayout out_layout) {
   const int columns = static_cast<int>(rows.layout.columns);
   const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece<T>));
   const int64_t row = blockIdx.x / pieces;
@@ -324,26 +303,8 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
   T* gradient = out + out_layout.offset(row);
   if (!has_gradient(rows, gradients, row))  // the logits are not read
     fill(gradient + begin, end - begin, 0.f);
-  else if (kSpans && !rows.spans.dense(row))
-    write_kept_gradients(rows, gradients, row, begin, end, gradient);
   else
     write_piece<T, kAligned>(rows, gradients, row, begin, end, gradient);
-}
-
-// Six blocks fit on a multiprocessor, with 40 registers for each thread. While some blocks wait for a row's statistics,
-// the other blocks keep the memory busy. The code for misaligned rows needs 48 registers, so only five blocks fit.
-template <class T, bool kAligned>
-__global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
-    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
-                    const __grid_constant__ RowLayout out_layout) {
-  write_gradient_of_block<T, kAligned, false>(rows, gradients, out, out_layout);
-}
-
-template <class T>
-__global__ void __launch_bounds__(kGradientThreads)
-    with_spans(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
-               const __grid_constant__ RowLayout out_layout) {
-  write_gradient_of_block<T, false, true>(rows, gradients, out, out_layout);
 }
 
 // The number of float32 logits that a thread loads before it uses the first logit. Logits are loaded one by one, so
@@ -428,8 +389,6 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     const int64_t blocks = rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>);
     if constexpr (kNarrow)
       start(narrow_gradients<T>, rows.layout.count);
-    else if (rows.spans.given())
-      start(with_spans<T>, blocks);
     else if (is_aligned<T>(rows.logits, rows.layout) && is_aligned<T>(out.gradient, out.layout))
       start(write_gradients<T, true>, blocks);
     else

@@ -1,7 +1,7 @@
 // Checks the arguments of compact and allocates its results.
 #include "compact.h"
 
-#include "arguments.h"
+#include "../torch_abi.h"
 
 namespace d3s {
 namespace {

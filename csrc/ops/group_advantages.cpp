@@ -1,7 +1,8 @@
 // Checks the arguments of group_advantages and allocates its result.
 #include <cmath>
 
-#include "arguments.h"
+#include "../torch_abi.h"
+#include "rollouts.h"
 
 namespace d3s {
 namespace {

@@ -7,7 +7,6 @@
 #include "../core/segments.h"
 #include "../core/softmax_state.h"
 #include "device.h"
-#include "spans.h"
 #include "topk_mask.h"
 
 namespace d3s {
@@ -57,25 +56,12 @@ struct LogitsRows {
   Labels labels;
   Temperatures temperatures;
   const bool* mask = nullptr;  // where the mask is false, the row is not read, and its results are 0
-  Spans spans;
-  // If true, `logits` is one list with the kept logits of all rows. Spans::place says where the logits of a row are in
-  // the list. layout.columns is then the number of tokens in the vocabulary or tile. The results of a row with an empty
-  // span are then 0.
-  bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
   // Returns the column of a token, or -1 if the token has no column. Labels and ids on a GPU may be unchecked.
   D3S_HOST_DEVICE int64_t column(int64_t token) const {
     const int64_t column = token - first_token;
     return column >= 0 && column < layout.columns ? column : -1;
-  }
-  // place() returns the index of the i-th kept token in the row of logits, and place_of_label() returns the index of
-  // the label. If kept_alone is true, these are indices into the list. The token or label must have a column.
-  D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const {
-    return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
-  }
-  D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const {
-    return kept_alone ? spans.place_of_label(row) : labels[row] - first_token;
   }
 };
 
@@ -141,7 +127,7 @@ struct RowState {
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 
-  // Returns the state of a row with one kept token. The token's logit is not read; 0 is used instead.
+  // Returns the state of a row whose support is one token. The token's logit is not read; 0 is used instead.
   D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 
@@ -171,16 +157,13 @@ struct KeyOutput {
 };
 extern const bool kMakesKeys;
 
-// Writes the results of all rows; the results of a row that is masked out are 0. If there are more dense rows than
-// max_dense_rows, all results of the unmasked rows are NaN, with one exception: the log-probability of a row without a
-// label is 0.
+// Writes the results of all rows; the results of a row that is masked out are 0.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
 // Writes the gradient of each row, or 0 if the row has no incoming gradient.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device);
 
-// Merges a tile into the states of the rows that are not masked out. For a row with a span, merges only the kept tokens
-// in the tile. If there are more dense rows than max_dense_rows, the states of all unmasked rows become NaN.
+// Merges a tile into the states of the rows that are not masked out.
 void merge_tile(const LogitsRows& rows, RowState* states, Device& device);
 
 // Computes the results of rows from their finished states.

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "arguments.h"
+#include "selection_arguments.h"
 
 namespace d3s {
 namespace {

@@ -1,52 +1,8 @@
 // Checks the arguments of topk_mask, select_tokens and select_tokens_from_logits, and allocates their results.
-#include "arguments.h"
+#include "logits_argument.h"
+#include "selection_arguments.h"
 
 namespace d3s {
-
-Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like) {
-  const int given = ratio.number.has_value() + ratio.tensor.has_value() + k.number.has_value() + k.tensor.has_value();
-  require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
-  const auto require_ratio = [](double share) {
-    require(share > 0 && share <= 1, "ratio", "got ", share, "; takes a number in (0, 1]");
-  };
-  Quota quota;
-  if (k.number || k.tensor) {
-    quota.is_number = true;
-    quota.number = keep_of("k", k, like);
-  } else if (ratio.number) {
-    require_ratio(*ratio.number);
-    quota.ratio = *ratio.number;
-  } else {
-    const Tensor& share = *ratio.tensor;
-    const bool wide = share.scalar_type() == ScalarType::Double;
-    require(share.numel() == 1 && (wide || share.scalar_type() == ScalarType::Float), "ratio", "got shape ",
-            shape(share), " of ", dtype(share), "; takes a 0-d float32 or float64 tensor");
-    require_same_device("ratio", share, like);
-    quota.slack = wide ? kDoubleSlack : kFloatSlack;
-    if (wide)
-      quota.ratio64 = data<double>(share);
-    else
-      quota.ratio32 = data<float>(share);
-    if (const OptionalTensor known = on_host(share))
-      require_ratio(wide ? *data<double>(*known) : static_cast<double>(*data<float>(*known)));
-  }
-  return quota;
-}
-
-Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences) {
-  require(advantages.scalar_type() == ScalarType::Float, "advantages", "got dtype ", dtype(advantages),
-          "; takes float32");
-  require_same_device("advantages", advantages, entropy);
-  const int64_t dims = entropy.dim();
-  if (advantages.dim() == 0) return Scores::Advantages::kOne;
-  if (advantages.dim() == dims && same_shape(advantages, entropy, dims)) return Scores::Advantages::kPerToken;
-  const bool per_sequence = sequences.ragged()
-                                ? advantages.dim() == 1 && advantages.size(0) == sequences.count
-                                : advantages.dim() == dims - 1 && same_shape(advantages, entropy, dims - 1);
-  require(per_sequence, "advantages", "got shape ", shape(advantages), "; takes one for each token, ", shape(entropy),
-          ", one for each of ", sequences.count, " sequences, or a 0-d tensor");
-  return Scores::Advantages::kPerSequence;
-}
 
 namespace {
 
@@ -125,15 +81,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(const Tenso
                                                                      const RatioArgument& ratio,
                                                                      const OptionalTensor& mask,
                                                                      const SegmentsArgument& where, bool drop_zeros,
-                                                                     const TemperatureArgument& temperature,
-                                                                     const SamplingMask& sampling_mask) {
-  LogitsArgument argument(logits, temperature);
+                                                                     const TemperatureArgument& temperature) {
+  const LogitsArgument argument(logits, {}, temperature);
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
   // All arguments are checked here, before the long pass over the logits.
   TokenSelection selection(entropy, "logits", {advantages, ratio, mask, where, drop_zeros});
-  argument.rows.mask = selection.scores.mask;
-  argument.set_spans(sampling_mask);
+  LogitsRows rows = argument.rows;
+  rows.mask = selection.scores.mask;
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
   TorchDevice device(logits, PublicOp::kSelectTokensFromLogits);
@@ -142,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(const Tenso
     keys = {selection.scores, device.scratch_of<uint32_t>(entropy.numel())};
     selection.scores.keys = keys.keys;
   }
-  row_statistics(argument.rows, outputs, keys, device);
+  row_statistics(rows, outputs, keys, device);
   selection.run(entropy, device);
   return {selection.mask, entropy, selection.count, selection.threshold};
 }

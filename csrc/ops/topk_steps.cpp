@@ -2,7 +2,7 @@
 // their results.
 #include "topk_steps.h"
 
-#include "arguments.h"
+#include "selection_arguments.h"
 
 namespace d3s {
 namespace {

@@ -2,7 +2,7 @@
 mask.
 
 A schema can contain only tensors, numbers and flags. Kernels in Python take these objects instead of the separate
-arguments. ``csrc/ops/arguments.h`` and ``csrc/ops/sampling_mask.h`` have such objects for C++.
+arguments. The files ``csrc/ops/*_argument*.h`` have such objects for C++.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ us: 6 % of the time of a call.
 """
 
 
+class SupportArguments(NamedTuple):
+    """The supports of rows: the support of row i is ids[offsets[i]:offsets[i + 1]], which may be empty."""
+
+    ids: Tensor
+    offsets: Tensor
+    include_label: bool = False  # whether a label that is not among the ids of its row joins the row's support
+
+
 class SamplingArguments(NamedTuple):
     """The arguments for a sampling mask: its ids and offsets (both, or neither), and its options."""
 
@@ -67,8 +75,14 @@ class SamplingArguments(NamedTuple):
 
     @property
     def may_be_dense(self) -> bool:
-        """Whether there may be rows with an empty span."""
+        """Whether there may be rows without a support."""
         return self.max_dense_rows != 0
+
+    @property
+    def supports(self) -> SupportArguments:
+        assert self.ids is not None
+        assert self.offsets is not None
+        return SupportArguments(self.ids, self.offsets, self.include_label)
 
 
 class GradientArguments(NamedTuple):
@@ -138,11 +152,14 @@ def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None
     default = parameter.default
     if parameter.annotation in (GradientArguments, GradientArguments.__name__):
         return GradientArguments, dict.fromkeys(GradientArguments._fields, Parameter.empty)
+    if parameter.annotation in (SupportArguments, SupportArguments.__name__):
+        required = dict.fromkeys(("support_ids", "support_offsets"), Parameter.empty)
+        return SupportArguments, {**required, "include_label": False}
     if isinstance(default, NumberOrTensor):
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
     if isinstance(default, (SegmentArguments, Tile)):
         return type(default), default._asdict()
     if isinstance(default, SamplingArguments):
-        names = "sampling_ids", "sampling_offsets", "include_label", "max_dense_rows"
+        names = "support_ids", "support_offsets", "include_label", "max_dense_rows"
         return SamplingArguments, dict(zip(names, default, strict=True))
     return None, {name: default}

@@ -126,6 +126,11 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
                 library.impl(op, run, key, allow_override=True)  # type: ignore[no-untyped-call]
 
 
+def reads_masked_rows(device: str) -> bool:
+    """Returns whether the ops over logits read the rows that their mask excludes: only plain PyTorch does."""
+    return _serving.get(device, {}).get("logprob_entropy") == "torch"
+
+
 def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
     """Wraps a kernel of ``_triton`` or ``_torch``, so that its arguments are checked first. If a Triton kernel returns
     NotImplemented, plain PyTorch computes the op.

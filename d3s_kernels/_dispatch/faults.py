@@ -161,10 +161,12 @@ _looks: list[_Look] = []
 
 # Maps each op whose arguments are checked to the public op that warnings name.
 _LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
+_LOOKED_AT["support_logprob_entropy"] = "logprob_entropy"
 
 
 def public_name(op: str, arguments: Mapping[str, Any]) -> str:
-    return "entropy" if op == "logprob_entropy" and arguments.get("labels") is None else _LOOKED_AT[op]
+    name = _LOOKED_AT[op]
+    return "entropy" if name == "logprob_entropy" and arguments.get("labels") is None else name
 
 
 def look(op: str, arguments: Mapping[str, Any]) -> None:
@@ -205,8 +207,8 @@ def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         yield "groups", (groups >= 16).any()
     if (temperature := tensors.get("temperature_tensor")) is not None:
         yield "temperature", ~((temperature > 0.999e-15) & (temperature < 1.001e15)).all()
-    if arguments.get("first_token") is not None or arguments.get("kept_of") is not None:
-        return  # a tile or a shard: the size of the vocabulary is unknown
+    if arguments.get("first_token") is not None:
+        return  # a shard: the size of the vocabulary is unknown
     if "weight" in arguments:
         vocabulary = arguments["weight"].shape[0]
     elif "logits" in arguments:
@@ -215,8 +217,8 @@ def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         return
     if (labels := tensors.get("labels")) is not None:
         yield "labels", ((labels != -100) & ((labels < 0) | (labels >= vocabulary))).any()
-    if (ids := tensors.get("sampling_ids")) is not None:
-        cuts = tensors["sampling_offsets"]
+    if (ids := tensors.get("support_ids")) is not None:
+        cuts = tensors["support_offsets"]
         bad_cuts = (cuts[0] != 0) | (cuts.diff() < 0).any() | (cuts[-1] > len(ids))
         yield "sampling_mask", bad_cuts | ((ids < 0) | (ids >= vocabulary)).any()
         if (most := arguments.get("max_dense_rows")) is not None:

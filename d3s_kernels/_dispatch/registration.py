@@ -1,7 +1,7 @@
 """Registers with torch, for each op: the shapes of its results, its gradient, and the layouts that it refuses.
 
-The functions for the shapes (fakes) are next to the kernels in ``_torch``. They do not check the arguments.
-``_lm_head/op.py`` registers the ops of the LM head in the same way.
+The functions for the shapes (fakes) are next to the kernels in ``_torch``. They do not check the arguments. The ops
+that are written in Python are declared in ``over_supports`` and ``_lm_head/op.py``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,25 @@ def _register_fake(op: str) -> None:
 
 def _nothing(**_: Any) -> None:
     return None
+
+
+def new_row_statistics(values: Tensor) -> tuple[Tensor, ...]:
+    """Makes four uninitialised results for rows of values: log-probability, entropy, maximum and log S."""
+    return tuple(values.new_empty(values.shape[:-1], dtype=torch.float32) for _ in range(4))
+
+
+# ---- ops that are written in Python ----------------------------------------------------------------------------------
+
+_declared = torch.library.Library("d3s_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Declares an op whose kernel is Python code that calls other ops, on every device."""
+    name = schema.partition("(")[0]
+    _declared.define(schema)  # type: ignore[no-untyped-call]
+    for key in DEVICES.values():
+        _declared.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"d3s_kernels::{name}", fake, lib=_declared)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

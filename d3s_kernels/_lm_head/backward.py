@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._arguments.bundles import NumberOrTensor
 from .._arguments.checks import is_known
-from .forward import Picked, dense_rows, flat, flat_rows, kept_logits
+from .forward import Picked, dense_rows, flat, flat_rows, support_logits
 from .problem import HeadProblem
 from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
 
@@ -76,31 +76,31 @@ def backward(
     wanted = wanted._replace(weight_grad_into=weight_grad_into)
     if problem.sampling_mask.offsets is None:
         return _of_all_tokens(problem, incoming, wanted)
-    dense, may_be_dense = dense_rows(problem), problem.sampling_mask.may_be_dense
-    exceeded = _any_exceeded(
-        problem.rows,
-        (problem.max_grad_rows, lambda: _rows_with_gradient(problem, incoming)),
-        (problem.sampling_mask.max_dense_rows, lambda: dense.mask),
-    )
+    dense, dense_exceeded = dense_rows(problem)
+    may_be_dense = problem.sampling_mask.may_be_dense
+    exceeded = _any_exceeded(problem, incoming, dense_exceeded)
     if exceeded is not None:
         incoming = incoming.poisoned(exceeded, both=may_be_dense)
     if may_be_dense:
         gradients = _of_all_tokens(dense, incoming, wanted, exceeded)
     else:
         gradients = _filled(problem, wanted, exceeded)
-    return _with_kept_tokens(problem, incoming, wanted, gradients, exceeded)
+    return _with_supports(problem, incoming, wanted, gradients, exceeded)
 
 
-def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
-    """Returns a 0-d flag: whether any mask marks more rows than its bound. Returns None if the host already knows that
-    none does.
+def _any_exceeded(problem: HeadProblem, incoming: Incoming, dense_exceeded: Tensor | None) -> Tensor | None:
+    """Returns a 0-d flag: whether there are more rows with a gradient, or more dense rows, than the bound on them.
+    Returns None if the host already knows that neither is so.
     """
-    any_exceeded = None
-    for bound, mask in bounds:
-        if bound is not None and bound < rows and (counted := mask()) is not None:
-            exceeded = counted.any() if bound == 0 else counted.sum() > bound
-            any_exceeded = exceeded if any_exceeded is None else any_exceeded | exceeded
-    return None if any_exceeded is None or (_host_knows(any_exceeded) and not any_exceeded) else any_exceeded
+    bound, rows = problem.max_grad_rows, problem.rows
+    flags = [] if dense_exceeded is None else [dense_exceeded.view(())]
+    if bound is not None and bound < rows:
+        active = _rows_with_gradient(problem, incoming)
+        flags.append(active.any() if bound == 0 else active.sum() > bound)
+    if not flags:
+        return None
+    any_exceeded = flags[0] if len(flags) == 1 else flags[0] | flags[1]
+    return None if _host_knows(any_exceeded) and not any_exceeded else any_exceeded
 
 
 def _host_knows(flag: Tensor) -> bool:
@@ -128,7 +128,7 @@ def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[T
 
     hidden, weight = problem.hidden, problem.weight
     # On a GPU, the gradient of the hidden states is filled with 0 here, since a fill with a value that the host does
-    # not know takes twice as long. If ``bad`` is true, kept_hidden_grad_ fills the gradient with NaN later.
+    # not know takes twice as long. If ``bad`` is true, support_hidden_grad_ fills the gradient with NaN later.
     of_rows = bad if bad is not None and _host_knows(bad) else None
     return (
         filled(hidden, wanted.hidden, of_rows, *hidden.shape),
@@ -137,14 +137,14 @@ def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[T
     )
 
 
-def _with_kept_tokens(
+def _with_supports(
     problem: HeadProblem,
     incoming: Incoming,
     wanted: Wanted,
     gradients: tuple[Tensor, Tensor, Tensor],
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds the terms of rows that have a span to ``gradients``, which already has the terms of all other rows."""
+    """Adds the terms of rows that have a support to ``gradients``, which already has the terms of all other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
     hidden, weight, mask, shard, sampling_mask = (
         problem.hidden, problem.weight, problem.mask, problem.shard, problem.sampling_mask,
@@ -153,27 +153,27 @@ def _with_kept_tokens(
     assert offsets is not None
     incoming = incoming.map(lambda values: flat(values, problem.rows))
     with torch._C._AutoDispatchBelowAutograd():  # skips the autograd kernel: Python code that only refuses gradients
-        grad, rows, tokens, undefined = _op.kept_logits_backward.default(
-            incoming.grad_logprob, incoming.grad_entropy, kept_logits(problem), problem.labels, incoming.entropy,
-            incoming.row_max, incoming.log_sum, len(weight), *problem.temperature, Head.of(problem).softcap, mask,
-            shard.tile_start, *sampling_mask,
+        grad, rows, tokens, undefined = _op.support_logits_backward.default(
+            incoming.grad_logprob, incoming.grad_entropy, support_logits(problem), problem.labels, incoming.entropy,
+            incoming.row_max, incoming.log_sum, len(weight), *sampling_mask.supports, *problem.temperature,
+            Head.of(problem).softcap, mask, shard.tile_start,
         )  # fmt: skip
     if exceeded is not None:
         undefined.logical_or_(exceeded)
     if wanted.hidden:
         out = grad_hidden.view(hidden.shape)
         total = out if shard.ranks is None else torch.zeros_like(out, dtype=torch.float32)
-        _op.kept_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
+        _op.support_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
         if total is not out:
             total = shard.total_(total).to(hidden.dtype)
-            has_span = (offsets.diff() != 0).logical_or_(undefined).unsqueeze(1)
-            grad_hidden = torch.where(has_span, total, out).view(grad_hidden.shape)
+            has_support = (offsets.diff() != 0).logical_or_(undefined).unsqueeze(1)
+            grad_hidden = torch.where(has_support, total, out).view(grad_hidden.shape)
     if wanted.weight or wanted.bias:
         of_weight = grad_weight if wanted.weight_grad_into is None else wanted.weight_grad_into
         if not wanted.weight:
             hidden, of_weight = hidden[:, :0], weight.new_empty((weight.shape[0], 0))
         of_bias = grad_bias if wanted.bias else None
-        _op.kept_weight_grad_.default(grad, hidden, rows, tokens, of_weight, of_bias)
+        _op.support_weight_grad_.default(grad, hidden, rows, tokens, of_weight, of_bias)
     return grad_hidden, grad_weight, grad_bias
 
 

@@ -1,8 +1,8 @@
 """The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a span of a sampling
-mask, only the logits of the kept tokens are computed. A host sync occurs only if the host would have to know a number
-of rows, and the caller gives no bound on this number.
+A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a support, only the
+logits of the support are computed. A host sync occurs only if the host would have to know a number of rows, and the
+caller gives no bound on this number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._arguments.bundles import NO_SAMPLING_MASK, NumberOrTensor
+from .._dispatch.registration import new_row_statistics
 from .problem import HeadProblem, Shard
 from .products import Head, Tiles, without_autocast
 
@@ -65,7 +66,7 @@ class Picked(NamedTuple):
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
 
 
-# ---- rows with a span. Kept logits are one logit for each id of the mask, then one logit for each row's label. ------
+# ---- rows with a support. Support logits are one logit for each id, then one logit for each row's label. -------------
 
 
 def flat(values: Tensor, rows: int) -> Tensor:
@@ -90,38 +91,32 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
     )
 
 
-def kept_logits(rows: HeadProblem) -> Tensor:
-    """Computes the kept logits of a problem that :func:`flat_rows` returned, expanded to ``[rows, kept logits]``: all
-    rows share the same memory.
+def support_logits(rows: HeadProblem) -> Tensor:
+    """Computes the support logits of a problem that :func:`flat_rows` returned, expanded to ``[rows, support logits]``:
+    all rows share the same memory.
     """
-    tile_start, mask, sampling_mask = rows.shard.tile_start, rows.mask, rows.sampling_mask
-    logits = Head.of(rows).kept_logits(rows.hidden, rows.labels, tile_start, mask, sampling_mask)
+    tile_start, mask, supports = rows.shard.tile_start, rows.mask, rows.sampling_mask.supports
+    logits = Head.of(rows).support_logits(rows.hidden, rows.labels, supports, mask, tile_start)
     return logits.expand(rows.rows, -1)
 
 
-def dense_rows(problem: HeadProblem) -> HeadProblem:
-    """Returns the problem restricted to the rows with an empty span. The logits of these rows are computed for all
-    tokens.
+def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
+    """Returns the problem restricted to the rows without a support, whose logits are computed for all tokens; and a
+    bool tensor ``[1]``, whether there are more such rows than the bound on them, or None if there cannot be more.
     """
     ids, offsets, _, most_dense = problem.sampling_mask
-    assert ids is not None
-    assert offsets is not None
-    # Offsets on a GPU may be unchecked. A row with invalid offsets must not count as dense, since its results are NaN.
-    # So both ends of an empty span must be valid offsets; for row 0 both must be 0.
-    good = offsets.clamp(0, ids.shape[0])
-    good[:1].zero_()
-    mask = (good[:-1] == offsets[1:]).logical_and_(good[1:] == offsets[:-1]).view(problem.labels.shape)
-    mask = mask if problem.mask is None else mask.logical_and_(problem.mask)
+    mask, exceeded = _op.support_rows.default(problem.hidden, ids, offsets, most_dense, problem.mask)
 
     def smaller(*bounds: int | None) -> int | None:
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    return problem._replace(
+    dense = problem._replace(
         mask=mask,
         max_rows=smaller(problem.max_rows, most_dense),
         max_grad_rows=smaller(problem.max_grad_rows, most_dense),
         sampling_mask=NO_SAMPLING_MASK,
     )
+    return dense, None if most_dense is None or most_dense >= problem.rows else exceeded
 
 
 # ---- the forward -----------------------------------------------------------------------------------------------------
@@ -160,13 +155,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
             problem.require_memory()
             raise
     problem.require_memory()
-    outputs = _of_kept_tokens(problem)
-    if problem.sampling_mask.may_be_dense:
-        dense = dense_rows(problem)
-        assert dense.mask is not None
-        all_tokens = _of_all_tokens(dense)
-        outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
-        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # 0 even if there are more dense rows than the bound
+    outputs = _over_supports(problem)
     if problem.max_rows is not None and problem.mask is not None:
         exceeded = problem.mask.sum() > problem.max_rows
         outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
@@ -176,20 +165,31 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 
 @without_autocast
-def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
-    """Computes the outputs of rows that have a span. The outputs of other rows are 0."""
-    rows = flat_rows(problem)
-    labels, temperature, mask, sampling_mask = rows.labels, rows.temperature, rows.mask, rows.sampling_mask
-    logits, kept_of = kept_logits(rows), len(rows.weight)
+def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
+    """Computes the outputs of the dense rows, and writes the outputs of the other rows among them."""
+    dense, exceeded = dense_rows(problem)
+    rows, may_be_dense = flat_rows(problem), problem.sampling_mask.may_be_dense
+    labels, temperature, mask, supports = rows.labels, rows.temperature, rows.mask, rows.sampling_mask.supports
+    support_of = len(rows.weight)
     if rows.shard.ranks is None:
-        outputs = _op.logprob_entropy.default(logits, labels, *temperature, mask, *sampling_mask, kept_of)
-    else:
-        state = no_logits(rows.rows, rows.hidden)
-        _op.softmax_state_.default(
-            state, logits, labels, rows.shard.tile_start, *temperature, mask, *sampling_mask, kept_of
+        outputs = _of_all_tokens(dense) if may_be_dense else new_row_statistics(problem.hidden)
+        flat_outputs = [output.view(rows.rows) for output in outputs]
+        _op.support_logprob_entropy_.default(
+            *flat_outputs, support_logits(rows), labels, *supports, *temperature, mask, exceeded, support_of
         )
-        outputs = finished(rows.shard, state, rows.labels, rows.mask, rows.temperature)
-    return tuple(output.view(problem.labels.shape) for output in outputs)
+        return outputs
+    # The states of all rows pass through one collective, and are finished before they are joined.
+    state, tile_start = no_logits(rows.rows, rows.hidden), rows.shard.tile_start
+    _op.support_softmax_state_.default(
+        state, support_logits(rows), labels, *supports, tile_start, *temperature, mask, exceeded, support_of
+    )
+    of_supports = finished(rows.shard, state, labels, mask, temperature)
+    outputs = tuple(output.view(problem.labels.shape) for output in of_supports)
+    if may_be_dense:
+        assert dense.mask is not None
+        outputs = tuple(torch.where(dense.mask, *both) for both in zip(_of_all_tokens(dense), outputs, strict=True))
+        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # 0 even if there are more dense rows than the bound
+    return outputs
 
 
 @without_autocast

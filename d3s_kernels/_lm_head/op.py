@@ -10,26 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
+from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile, of_schema
 from .._dispatch import ops
-from .._dispatch.backends import DEVICES
 from .._dispatch.faults import look
 from .._dispatch.libraries import argument_names, named
-from .._dispatch.registration import Gradient, refuse_unreadable, register_gradient, register_no_second_derivative
+from .._dispatch.over_supports import SAMPLING, STATISTICS, TEMPERATURE_AND_MASK, fake_statistics, merge_tile_
+from .._dispatch.registration import (
+    Gradient,
+    declare,
+    new_row_statistics,
+    refuse_unreadable,
+    register_gradient,
+    register_no_second_derivative,
+)
 from .backward import INPUTS, Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
 from .problem import HeadProblem, Shard
 
 _op = torch.ops.d3s_kernels
-_library = torch.library.Library("d3s_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.partition("(")[0]
-    _library.define(schema)  # type: ignore[no-untyped-call]
-    for key in DEVICES.values():
-        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"d3s_kernels::{name}", fake, lib=_library)
 
 
 def _with_known_labels(values: dict[str, Any]) -> None:
@@ -46,7 +44,7 @@ _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
     "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None, "
-    "Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
+    "Tensor? support_ids=None, Tensor? support_offsets=None, bool include_label=False, "
     "SymInt? max_dense_rows=None, SymInt first_token=0, str? group_name=None"
 )
 
@@ -64,8 +62,8 @@ def problem_of(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
+    support_ids: Tensor | None = None,
+    support_offsets: Tensor | None = None,
     include_label: bool = False,
     max_dense_rows: int | None = None,
     first_token: int = 0,
@@ -75,7 +73,7 @@ def problem_of(
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(temperature, temperature_tensor), logit_softcap, mask, max_rows,
         max_grad_rows, logits_dtype, workspace_bytes,
-        SamplingArguments(sampling_ids, sampling_offsets, include_label, max_dense_rows),
+        SamplingArguments(support_ids, support_offsets, include_label, max_dense_rows),
         Shard.of(first_token, group_name),
     )  # fmt: skip
 
@@ -102,22 +100,18 @@ def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return backward(problem, incoming, wanted)
 
 
-def _row_statistics(values: Tensor) -> tuple[Tensor, ...]:
-    return tuple(values.new_empty(values.shape[:-1], dtype=torch.float32) for _ in range(4))
-
-
 def _fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     wanted, hidden, weight = arguments[5:8]
     results = (hidden, hidden.shape), (weight, weight.shape), (weight, weight.shape[:1])
     return tuple(like.new_empty(shape if want else 0) for (like, shape), want in zip(results, wanted, strict=True))
 
 
-_declare(
+declare(
     f"linear_logprob_entropy({_ARGUMENTS}) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     _forward_kernel,
-    lambda hidden, *_: _row_statistics(hidden),
+    lambda hidden, *_: new_row_statistics(hidden),
 )
-_declare(
+declare(
     "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor entropy, Tensor row_max, "
     f"Tensor log_sum, bool[3] wanted, {_ARGUMENTS}) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     _backward_kernel,
@@ -196,18 +190,19 @@ class _AsksAtBackward(torch.autograd.Function):
 # ---- vocab_parallel_logprob_entropy ---------------------------------------------------------------------------------
 
 
-def _vocab_parallel_kernel(
+def _of_shard(
     logits: Tensor,
     labels: Tensor,
     first_token: int,
     group_name: str,
-    temperature: NumberOrTensor = ONE,
-    mask: Tensor | None = None,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
+    temperature: NumberOrTensor,
+    mask: Tensor | None,
+    merge_: Callable[..., Any],
 ) -> tuple[Tensor, ...]:
+    """Computes the results from the states of all shards. ``merge_`` adds the logits of this shard to a state."""
     shape = logits.shape[:-1]
     state = no_logits(shape.numel(), logits)
-    _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask, *sampling_mask)
+    merge_(state)
     temperature = temperature.map_rows(lambda each: each.reshape(-1))
     rows_of_mask = None if mask is None else mask.reshape(-1)
     shard = Shard.of(first_token, group_name)
@@ -215,25 +210,58 @@ def _vocab_parallel_kernel(
     return tuple(output.view(shape) for output in outputs)
 
 
-_declare(
-    "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group_name, "
-    "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
-    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
+def _vocab_parallel_kernel(
+    logits: Tensor,
+    labels: Tensor,
+    first_token: int,
+    group_name: str,
+    temperature: NumberOrTensor = ONE,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    def merge_(state: Tensor) -> None:
+        _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask)
+
+    return _of_shard(logits, labels, first_token, group_name, temperature, mask, merge_)
+
+
+def _vocab_parallel_support_kernel(
+    logits: Tensor,
+    labels: Tensor,
+    first_token: int,
+    group_name: str,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
+    temperature: NumberOrTensor = ONE,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    dense = logits.new_empty(0)
+
+    def merge_(state: Tensor) -> None:
+        nonlocal dense
+        dense = merge_tile_(state, logits, labels, Tile(first_token), temperature, mask, sampling_mask)
+
+    return *_of_shard(logits, labels, first_token, group_name, temperature, mask, merge_), dense
+
+
+_OF_SHARD = "Tensor logits, Tensor labels, SymInt first_token, str group_name, "
+declare(
+    f"vocab_parallel_logprob_entropy({_OF_SHARD}{TEMPERATURE_AND_MASK}) "
     "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     of_schema(_vocab_parallel_kernel),
-    lambda logits, *_: _row_statistics(logits),
+    lambda logits, *_: new_row_statistics(logits),
+)
+declare(
+    f"vocab_parallel_support_logprob_entropy({_OF_SHARD}{SAMPLING}{TEMPERATURE_AND_MASK}) -> {STATISTICS}",
+    of_schema(_vocab_parallel_support_kernel),
+    fake_statistics,
 )
 
 
 # Incoming gradients are the same on all ranks, so each rank computes its gradient without communication.
-register_gradient(
-    "vocab_parallel_logprob_entropy",
-    Gradient(
-        "vocab_parallel_logprob_entropy",
-        "logprob_entropy_backward",
-        keep=("logprob", "group_name"),
-        change=_with_known_labels,
-    ),
-)
+for _name, _backward in (
+    ("vocab_parallel_logprob_entropy", "logprob_entropy_backward"),
+    ("vocab_parallel_support_logprob_entropy", "support_logprob_entropy_backward"),
+):
+    register_gradient(_name, Gradient(_name, _backward, keep=("logprob", "group_name"), change=_with_known_labels))
 
 vocab_parallel_logprob_entropy = ops.function_of("vocab_parallel_logprob_entropy")
+vocab_parallel_support_logprob_entropy = ops.function_of("vocab_parallel_support_logprob_entropy")

@@ -192,20 +192,22 @@ class HeadProblem(NamedTuple):
         """Checks the sampling mask with the checks of an op that takes logits. The op gets one uninitialised row of
         logits, expanded to all rows.
         """
-        if not self.sampling_mask.given:
+        ids, offsets, _, most_dense = self.sampling_mask
+        if (ids is None) != (offsets is None):
+            raise ValueError("sampling_mask: got one of ids and offsets; takes both or none")
+        if ids is None:
+            if most_dense is not None:
+                raise ValueError(f"max_dense_rows: got {most_dense} without a sampling_mask; takes it with one")
             return
-        both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
-        if both and self.shard.ranks is None and not is_known(self.labels):
-            # The op kept_logits makes these checks later, except for the checks of values, which the host cannot read
-            # anyway. With ranks, the checks must be made here, before a rank waits for others.
+        if self.shard.ranks is None and not is_known(self.labels):
+            # The op support_logits makes these checks later, except for the checks of values, which the host cannot
+            # read anyway. With ranks, the checks must be made here, before a rank waits for others.
             return
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
-        if self.shard.ranks is None:
-            ops.check("logprob_entropy", logits, self.labels, *ONE, self.mask, *self.sampling_mask)
-        else:
-            state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
-            first_token = self.shard.tile_start
-            ops.check("softmax_state_", state, logits, self.labels, first_token, *ONE, self.mask, *self.sampling_mask)
+        state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+        ops.check("support_rows", logits, ids, offsets, most_dense, self.mask)
+        tile_start, supports = self.shard.tile_start, self.sampling_mask.supports
+        ops.check("support_softmax_state_", state, logits, self.labels, *supports, tile_start, *ONE, self.mask)
 
     def require_memory(self) -> None:
         """Refuses a parameter whose memory has been freed; FSDP, for example, frees it after a module's forward.

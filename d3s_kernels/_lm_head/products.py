@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._arguments.bundles import SamplingArguments
+from .._arguments.bundles import SupportArguments
 from .._dispatch import backends
 from .._dispatch.backends import SLICES
 from .problem import HeadProblem
@@ -67,12 +67,12 @@ class Head(NamedTuple):
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
 
-    def kept_logits(
-        self, hidden: Tensor, labels: Tensor, tile_start: int | None, mask: Tensor | None, spans: SamplingArguments
+    def support_logits(
+        self, hidden: Tensor, labels: Tensor, supports: SupportArguments, mask: Tensor | None, tile_start: int | None
     ) -> Tensor:
-        """Computes one logit for each id of a sampling mask, then one for each row's label."""
-        logits: Tensor = _op.kept_logits.default(
-            hidden, self.weight, labels, self.bias, self.softcap, mask, tile_start, self.logits_dtype, *spans
+        """Computes one logit for each id of the supports, then one for each row's label."""
+        logits: Tensor = _op.support_logits.default(
+            hidden, self.weight, labels, *supports, self.bias, self.softcap, mask, tile_start, self.logits_dtype
         )
         return logits
 

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._arguments.bundles import (
-    NO_SAMPLING_MASK,
-    NOTHING,
-    ONE,
-    POOL,
-    ROWS,
-    NumberOrTensor,
-    SamplingArguments,
-    SegmentArguments,
-)
+from .._arguments.bundles import NOTHING, ONE, POOL, ROWS, NumberOrTensor, SegmentArguments
 from .._segments.quota import Quota
 from .._segments.segments import Segments, advantage_of_each, both, highest_first, pool, segments_of, selected_segments
 from .kernels import like, op
@@ -111,8 +102,7 @@ def select_tokens_from_logits(
     segments: SegmentArguments = POOL,
     drop_zeros: bool = False,
     temperature: NumberOrTensor = ONE,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, entropy, _, _ = logprob_entropy(logits, None, temperature, mask, sampling_mask, None)
+    _, entropy, _, _ = logprob_entropy(logits, None, temperature, mask)
     chosen, count, threshold = select_tokens(entropy, advantages, ratio, mask, segments, drop_zeros)
     return chosen, entropy, count, threshold

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._arguments.bundles import ALL_TOKENS, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
+from .._arguments.bundles import ALL_TOKENS, ONE, NumberOrTensor, Tile
 from . import launch
 from .launch import EXACT, contiguous
 from .order_key import ABSENT, order_key
@@ -169,7 +169,7 @@ def finish_states(
     tl.store(log_sums + row, log_sum, mask=here)
 
 
-# ---- the ops. Calls with a sampling mask are left to plain PyTorch. -------------------------------------------------
+# ---- the ops ---------------------------------------------------------------------------------------------------------
 
 
 def logprob_entropy(
@@ -177,11 +177,7 @@ def logprob_entropy(
     labels: Tensor | None,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
-    kept_of: int | None = None,
-) -> Any:
-    if sampling_mask.ids is not None:
-        return NotImplemented
+) -> tuple[Tensor, ...]:
     return row_statistics(logits, labels, temperature, mask)
 
 
@@ -216,21 +212,16 @@ def softmax_state_(
     tile: Tile = ALL_TOKENS,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
-    kept_of: int | None = None,
-) -> Any:
-    if sampling_mask.ids is not None:
-        return NotImplemented
+) -> None:
     rows = Rows.of(logits)
     if rows.total == 0:
-        return None
+        return
     of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature)}
     states, slices = _slice_states(rows, **of_rows)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
         row_states=state, first_token=tile.first_token or 0, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
-    return None
 
 
 def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, ...]:

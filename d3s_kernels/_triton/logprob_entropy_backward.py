@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._arguments.bundles import (
-    ALL_TOKENS,
-    NO_SAMPLING_MASK,
-    ONE,
-    GradientArguments,
-    NumberOrTensor,
-    SamplingArguments,
-    Tile,
-)
+from .._arguments.bundles import ALL_TOKENS, ONE, GradientArguments, NumberOrTensor, Tile
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
@@ -148,10 +138,7 @@ def logprob_entropy_backward(
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     tile: Tile = ALL_TOKENS,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
-) -> Any:
-    if sampling_mask.ids is not None:
-        return NotImplemented
+) -> Tensor:
     out = torch.empty(given.logits.shape, dtype=given.logits.dtype, device=given.logits.device)
     _write(given, out, tile, temperature, contiguous(mask))
     return out

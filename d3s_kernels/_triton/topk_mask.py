@@ -21,13 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .._arguments.bundles import (
-    NO_SAMPLING_MASK,
     NOTHING,
     ONE,
     POOL,
     ROWS,
     NumberOrTensor,
-    SamplingArguments,
     SegmentArguments,
 )
 from .launch import EXACT, contiguous, registers, smallest, warps
@@ -242,11 +240,10 @@ def select_tokens_from_logits(
     segments: SegmentArguments = POOL,
     drop_zeros: bool = False,
     temperature: NumberOrTensor = ONE,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Any:
     shape = logits.shape[:-1]
-    if sampling_mask.ids is not None or not _fits(shape, segments):
-        entropy = torch.ops.d3s_kernels.logprob_entropy.default(logits, None, *temperature, mask, *sampling_mask)[1]
+    if not _fits(shape, segments):
+        entropy = torch.ops.d3s_kernels.logprob_entropy.default(logits, None, *temperature, mask)[1]
         chosen, count, threshold = torch.ops.d3s_kernels.select_tokens.default(
             entropy, advantages, *ratio, mask, *segments, drop_zeros
         )

@@ -195,7 +195,8 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
     logits[0, 3::3], logits[1] = -math.inf, logits[1] + 1000
     mask, temperature = torch.tensor([True, True, True, False, True]), torch.tensor([1.0, 0.7, 2.0, 1.0, 0.9])
     kept = SamplingMask(torch.tensor([0, 1, 2, 3, 4, 5, 7]).int(), torch.tensor([0, 3, 4, 4, 5, 7]))
-    spans = {"labels": labels, "mask": mask, "sampling_ids": kept.token_ids, "sampling_offsets": kept.offsets}
+    supports = {"support_ids": kept.token_ids, "support_offsets": kept.offsets}
+    with_supports = {"labels": labels, "mask": mask, **supports}
     rows = {"labels": labels, "temperature_tensor": temperature}
     states = torch.stack([logits.amax(-1), 1 + normal(5) ** 2, -(normal(5) ** 2), logits[:, 0]], -1)
     incoming = {"grad_logprob": normal(5), "grad_entropy": normal(5)}
@@ -227,12 +228,26 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
             "hidden": hidden.clone().requires_grad_(), "weight": weight.clone().requires_grad_(), "labels": labels,
             "temperature": temperature, "mask": mask, "logit_softcap": 30.0,
         },
-        "kept_logits": {"hidden": hidden, "weight": weight, **spans},
-        "kept_logits_backward": {"logits": normal(12).expand(5, -1), "kept_of": length, **incoming, **spans},
-        "kept_hidden_grad_": {
+        "support_rows": {"values": logits, "mask": mask, "max_dense_rows": 1, **supports},
+        "support_logprob_entropy_": {
+            **{name: torch.zeros(5) for name in ("logprob", "entropy", "row_max", "log_sum")}, "logits": logits,
+            "temperature_tensor": temperature, **with_supports,
+        },
+        "support_softmax_state_": {
+            "state": states, "logits": logits, "temperature_tensor": temperature, **with_supports
+        },
+        "support_logprob_entropy_backward_": {
+            "grad_logits": torch.zeros(5, length).bfloat16(), "logits": logits.bfloat16(), **incoming,
+            "temperature_tensor": temperature, **with_supports,
+        },
+        "support_logits": {"hidden": hidden, "weight": weight, **with_supports},
+        "support_logits_backward": {
+            "logits": normal(12).expand(5, -1), "support_of": length, **incoming, **with_supports
+        },
+        "support_hidden_grad_": {
             "weight": weight, "offsets": kept.offsets, "undefined": labels < 0, "out": hidden * 0, **places
         },
-        "kept_weight_grad_": {"hidden": hidden, "out": weight * 0, **places},
+        "support_weight_grad_": {"hidden": hidden, "out": weight * 0, **places},
         "wide_product_": {"hidden": hidden, "weight": weight, "out": torch.empty(5, length)},
         "topk_mask": {"scores": scores, "ratio": 0.3, **segments},
         "select_tokens": {"entropy": scores, "advantages": each, "ratio": 0.3, **segments},

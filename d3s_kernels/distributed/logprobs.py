@@ -110,29 +110,34 @@ def vocab_parallel_logprob_entropy(
     )
     labels, mask, temperature = sharded.beside(labels=labels, mask=mask, temperature=temperature)
 
-    def check() -> tuple[Any, ...]:
+    def check() -> tuple[Any, tuple[Any, ...]]:
         first_token = sharded.first_token
         require_readable(labels=labels, mask=mask, temperature=temperature)
         require_tensors(logits_shard=logits, labels=labels)
         require_no_tangent(logits_shard=logits)
         kept = checked_mask(mask, logits)
         numbers = temperature_argument(temperature, logits)
-        spans = sampling.of_op(logits)
+        support = sampling.of_op(logits)
         state = logits.new_empty((logits.shape[:-1].numel(), 4), dtype=torch.float32)
-        ops.check("softmax_state_", state, logits, labels, first_token, *numbers, kept, *spans)
-        return logits, labels, first_token, ranks.group.group_name, *numbers, kept, *spans
+        shard = logits, labels, first_token, ranks.group.group_name
+        ops.check("softmax_state_", state, *shard[:3], *numbers, kept)
+        if support.ids is None:
+            return op.vocab_parallel_logprob_entropy, (*shard, *numbers, kept)
+        ops.check("support_rows", logits, *support[:2], support.max_dense_rows, kept)
+        ops.check("support_softmax_state_", state, *shard[:2], *support.supports, first_token, *numbers, kept)
+        return op.vocab_parallel_support_logprob_entropy, (*shard, *support, *numbers, kept)
 
-    def alike(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    def alike(checked: tuple[Any, tuple[Any, ...]]) -> dict[str, Any]:
         return {
             "the rows of logits_shard": list(logits.shape[:-1]), "labels": labels, "temperature": temperature,
-            "mask": arguments[6],  # converted to bool
+            "mask": checked[1][-1],  # converted to bool
             **sampling.values(),
         }  # fmt: skip
 
-    arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
+    op_of_shard, arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
     if asks():
         _require_one_vocabulary(sharded, labels, sampling_mask)
-    logprob, entropy, _, _ = op.vocab_parallel_logprob_entropy(*arguments)
+    logprob, entropy, *_ = op_of_shard(*arguments)
     return logprob, entropy
 
 

@@ -17,6 +17,7 @@ from .._arguments.checks import (
     temperature_argument,
 )
 from .._dispatch import ops
+from .._dispatch.over_supports import row_statistics
 from .._rules.arguments import select_tokens_arguments, topk_mask_arguments
 from .._rules.rules import PREFIX_RULES, entropy_quantile
 from ..support.sampling_mask import SamplingMask, op_arguments
@@ -269,7 +270,8 @@ def select_tokens_from_logits(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """Computes entropies from ``logits``, and selects tokens as :func:`select_tokens` does, in a single op.
+    """Computes entropies from ``logits``, and selects tokens as :func:`select_tokens` does. Without a
+    ``sampling_mask``, this is a single op.
 
     With a ``sampling_mask``, the entropy is over only the candidates that were kept when the token was sampled. A token
     with a single kept candidate has score 0. Such a token still counts as one of the tokens, but ``drop_zeros`` leaves
@@ -314,7 +316,7 @@ def select_tokens_from_logits(
             require_tensors(logits=logits)
             rows, numbers = checked_mask(mask, logits), temperature_argument(temperature, logits)
             sets = op_arguments(sampling_mask, max_dense_rows, logits)
-            return ops.logprob_entropy(logits, None, *numbers, rows, *sets)[1]
+            return row_statistics(logits, None, numbers, rows, sets)[1]
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
         entropy, (chosen, count, threshold) = across_ranks.select_tokens(
@@ -327,7 +329,13 @@ def select_tokens_from_logits(
         logits, advantages, ratio, "advantage_entropy", mask, segments, drop_zeros, None
     )
     numbers, sets = temperature_argument(temperature, logits), op_arguments(sampling_mask, max_dense_rows, logits)
-    chosen, entropy, count, threshold = ops.select_tokens_from_logits(*arguments, *numbers, *sets)
+    if sets.ids is None:
+        chosen, entropy, count, threshold = ops.select_tokens_from_logits(*arguments, *numbers)
+        return TokenSelection(chosen, entropy, count, threshold)
+    _, *others = arguments
+    with torch.no_grad():
+        entropy = row_statistics(logits, None, numbers, others[3], sets)[1]
+        chosen, count, threshold = ops.select_tokens(entropy, *others)
     return TokenSelection(chosen, entropy, count, threshold)
 
 

@@ -219,7 +219,7 @@ def test_the_loop_of_the_backward_in_half_precision(architecture: str, functions
 @pytest.mark.parametrize(("kernel", "vectors"), [("place_logits", 8), ("sum_rows", 8), ("sum_tokens", 4)])
 def test_the_loops_over_kept_rows(architecture: str, functions: Functions, kernel: str, vectors: int) -> None:
     """So many vectors are in flight before the first is used; one of them may be loaded a little later."""
-    (name, *_) = (name for name in functions if re.search(f"kept_products_cu.*{kernel}INS_8bfloat16E", name))
+    (name, *_) = (name for name in functions if re.search(f"support_products_cu.*{kernel}INS_8bfloat16E", name))
     wide = [loop for loop in loops(functions[name]) if count(loop, r"LDG.*\.128\.CONSTANT$") >= vectors]
     loop = min(wide, key=len)
     order = [found.group() for step in loop if (found := re.match(r"LDG\.E\.128|FFMA|BAR|LDL|STL", step.opcode))]
@@ -289,7 +289,7 @@ STORES = {"sum_rows": (1, 2), "finish_rows": (1, 2), "join_tokens": (1, 2), "sum
 def test_sums_are_written_in_vectors(architecture: str, functions: Functions, kernel: str) -> None:
     for out, wide in zip(("S[0-9]_", "f"), STORES[kernel], strict=True):
         element = "INS_(8bfloat16|7float16)E"
-        names = [name for name in functions if re.search(rf"kept_products_cu.*\d{kernel}{element}{out}E", name)]
+        names = [name for name in functions if re.search(rf"support_products_cu.*\d{kernel}{element}{out}E", name)]
         assert len(names) == 2
         for name in names:
             stores = [step.opcode for step in functions[name] if step.opcode.startswith("STG.E.128")]

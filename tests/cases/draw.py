@@ -205,8 +205,8 @@ class Draw:
         counted = [True] * rows if mask is None else mask.flatten().tolist()
         dense = sum(count and not span for count, span in zip(counted, spans, strict=True))
         return {
-            "sampling_ids": torch.tensor(ids + [0] * self.integer(0, 2), dtype=torch.int32),
-            "sampling_offsets": torch.tensor(offsets, dtype=self.choice((torch.int64, torch.int32))),
+            "support_ids": torch.tensor(ids + [0] * self.integer(0, 2), dtype=torch.int32),
+            "support_offsets": torch.tensor(offsets, dtype=self.choice((torch.int64, torch.int32))),
             **({} if labels is None else {"include_label": include}),
             "max_dense_rows": self.choice((None, dense, dense + 3, max(0, dense - 1) if bound else None)),
         }

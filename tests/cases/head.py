@@ -15,7 +15,7 @@ from d3s_kernels.check import tolerances
 from d3s_kernels.check.tolerances import Allowed
 
 from .draw import FLOATS, Draw
-from .logprobs import alone, detached, with_statistics
+from .logprobs import detached, listed, with_statistics
 from .meaning import public, public_arguments, step, with_incoming
 from .row import Arguments, differentiable, op
 
@@ -116,8 +116,8 @@ def _near_product(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     return torch.where(exact.isfinite(), steps * terms, 0.0)
 
 
-@op(step("kept_logits", wide=True), results={"logits": _near_product})
-def kept_logits(draw: Draw) -> Arguments:
+@op(step("support_logits", wide=True), results={"logits": _near_product})
+def support_logits(draw: Draw) -> Arguments:
     given = _kept(draw)
     first = draw.choice((None, draw.integer(0, len(given["weight"]) - 1)))
     shard = {name: given[name] if given[name] is None else given[name][first:] for name in ("weight", "bias")}
@@ -133,12 +133,12 @@ def _gradient_of_places(exact: Tensor, arguments: tolerances.Arguments) -> Tenso
     return torch.full(exact.shape, 2**-16 * most / coldest)
 
 
-@op(step("kept_logits_backward", wide=True), "rows", "tokens", "undefined", results={"grad": _gradient_of_places})
-def kept_logits_backward(draw: Draw) -> Arguments:
+@op(step("support_logits_backward", wide=True), "rows", "tokens", "undefined", results={"grad": _gradient_of_places})
+def support_logits_backward(draw: Draw) -> Arguments:
     given = _kept(draw) | {"max_dense_rows": None}
     given = with_statistics(draw, given | {"logits": _logits(given)} | draw.temperature((len(given["hidden"]),)))
     first = draw.choice((None, draw.integer(0, len(given["weight"]) - 1)))
-    return alone(given | {"first_token": first}, given["logits"])
+    return listed(given | {"first_token": first}, given["logits"])
 
 
 def _near_sum(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
@@ -174,13 +174,13 @@ def _places(draw: Draw) -> Arguments:
     }
 
 
-@op(step("kept_hidden_grad_", wide=True), results={"out": _near_sum})
-def kept_hidden_grad_(draw: Draw) -> Arguments:
+@op(step("support_hidden_grad_", wide=True), results={"out": _near_sum})
+def support_hidden_grad_(draw: Draw) -> Arguments:
     return _places(draw)
 
 
-@op(step("kept_weight_grad_", wide=True), results={"out": _near_sum, "bias_out": _near_sum})
-def kept_weight_grad_(draw: Draw) -> Arguments:
+@op(step("support_weight_grad_", wide=True), results={"out": _near_sum, "bias_out": _near_sum})
+def support_weight_grad_(draw: Draw) -> Arguments:
     given = _places(draw)
     generator, dtype = draw.generator(), given["out"].dtype
     given["out"] = draw.normal(generator, dtype, *given["weight"].shape)

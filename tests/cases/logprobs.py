@@ -35,14 +35,19 @@ def _states(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     return torch.stack([unknown, 3e-6 * (1 + most) + unknown, 3e-6 * (1 + most), torch.zeros_like(most)], -1)
 
 
-def rows_of_logits(draw: Draw, bound: bool = True) -> Arguments:
+def rows_of_logits(draw: Draw, bound: bool = True, optional: bool = True) -> Arguments:
+    """The arguments of the public function; those of a sampling mask only sometimes, if it is ``optional``."""
     vocabulary = draw.length(1)
     logits = draw.logits(vocabulary)
     rows = tuple(logits.shape[:-1])
     labels = draw.optional(draw.labels(rows, vocabulary))
     given = {"logits": logits, "labels": labels, "mask": draw.mask(rows), **draw.temperature(rows)}
-    given |= draw.spans(math.prod(rows), vocabulary, labels, given["mask"], bound)
+    given |= draw.spans(math.prod(rows), vocabulary, labels, given["mask"], bound, optional)
     return differentiable(draw, given, "logits")
+
+
+def without_supports(given: Arguments) -> Arguments:
+    return {name: part for name, part in given.items() if not name.startswith("support_")}
 
 
 def with_labels(draw: Draw, given: Arguments) -> Arguments:
@@ -53,10 +58,22 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
     return given
 
 
+def statistics(given: Arguments, wide: bool = False) -> tuple[Tensor, ...]:
+    """The results of each row, over its support, in plain PyTorch: of the dense rows, and of the others among them."""
+    if given.get("support_ids") is None:
+        found: tuple[Tensor, ...] = step("logprob_entropy", wide)(**without_supports(given))
+        return found
+    dense, exceeded = step("support_rows")(**given, values=given["logits"])
+    results = step("logprob_entropy", wide)(**given | {"mask": dense})
+    bound = given.get("max_dense_rows") is not None
+    written = dict(zip(STATISTICS, results, strict=True)) | {"exceeded": exceeded if bound else None}
+    return *step("support_logprob_entropy_", wide)(**given | written), dense
+
+
 def with_statistics(draw: Draw, given: Arguments) -> Arguments:
     """Adds a forward's results, and random incoming gradients; one of the two may be None, and some values are 0."""
-    _, *found = step("logprob_entropy")(**given)
-    given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
+    _, *found = statistics(given)
+    given |= dict(zip(("entropy", "row_max", "log_sum", "dense"), found, strict=False))
     shape, generator = given["entropy"].shape, draw.generator()
     missing = draw.choice(("neither", "logprob", "entropy"))
     for name in ("logprob", "entropy"):
@@ -69,24 +86,24 @@ def detached(given: Arguments) -> Arguments:
     return {name: part.detach() if isinstance(part, Tensor) else part for name, part in given.items()}
 
 
-def alone(given: Arguments, logits: Tensor) -> Arguments:
-    """With a flat list of the kept tokens' logits, from ``first_token`` on; what is not read in it is NaN."""
-    ids, rows, first = given["sampling_ids"], len(logits), given.get("first_token") or 0
+def listed(given: Arguments, logits: Tensor) -> Arguments:
+    """With a list of the logits of the supports, from ``first_token`` on; what is not read in it is NaN."""
+    ids, rows, first = given["support_ids"], len(logits), given.get("first_token") or 0
     flat = torch.full((len(ids) + rows,), math.nan)
-    for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
+    for row, (begin, end) in enumerate(pairwise(given["support_offsets"].tolist())):
         places = dict(zip(ids[begin:end].tolist(), range(begin, end), strict=True))
         if places and given.get("include_label") and (label := int(given["labels"][row])) != -100:
             places.setdefault(label, len(ids) + row)
         for token, place in places.items() if len(places) > 1 else ():
             if token >= first:
                 flat[place] = logits[row, token]
-    return given | {"logits": flat.expand(rows, -1), "kept_of": logits.shape[1] - first}
+    return given | {"logits": flat.expand(rows, -1), "support_of": logits.shape[1] - first}
 
 
-def _or_kept(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
-    if "sampling_ids" not in given or logits.dim() != 2 or draw.flag():
+def _or_listed(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
+    if logits.dim() != 2 or draw.flag():
         return given
-    return alone(given, logits)
+    return listed(given, logits)
 
 
 def _merged(rows: int, **tile: Any) -> Tensor:
@@ -96,32 +113,50 @@ def _merged(rows: int, **tile: Any) -> Tensor:
     return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
 
 
-def _meaning(**given: Any) -> tuple[Any, ...]:
-    """The results of the public function, and the maximum and log S from :func:`step`; with ``kept_of`` all from it."""
-    logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
-    if given.get("kept_of") is None:
-        if given.get("labels") is None:
-            given["labels"] = torch.full(given["logits"].shape[:-1], -100)
-        logprob, entropy = public("logprob_entropy")(**given)
-    return logprob, entropy, top, log_sum
-
-
-def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """The maximum of a row with NaN or infinity becomes NaN, because any maximum is right for such a row."""
-    return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
+    return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum, *rest
+
+
+def _meaning(**given: Any) -> tuple[Any, ...]:
+    """The results of the public function, and the others in plain PyTorch."""
+    _, _, *rest = _known(*statistics(given, wide=True))
+    if given.get("labels") is None:
+        given["labels"] = torch.full(given["logits"].shape[:-1], -100)
+    return *public("logprob_entropy")(**given), *rest
 
 
 @op(_meaning, results=STATISTICS, gradients={"logits": gradient_of_logits})
 def logprob_entropy(draw: Draw) -> Arguments:
-    given = rows_of_logits(draw)
-    return _or_kept(draw, given, given["logits"].detach().float())
+    return rows_of_logits(draw)
 
 
-def _of_backward(draw: Draw, masked: bool) -> Arguments:
-    given = detached(rows_of_logits(draw))
-    if not masked:
-        given = {name: part for name, part in given.items() if name != "mask" and not name.startswith("sampling")}
-    given = with_statistics(draw, given)
+@op(_meaning, "dense", results=STATISTICS, gradients={"logits": gradient_of_logits}, served_by="composed")
+def support_logprob_entropy(draw: Draw) -> Arguments:
+    return rows_of_logits(draw, optional=False)
+
+
+@op(step("support_rows"), "dense", "exceeded")
+def support_rows(draw: Draw) -> Arguments:
+    given = rows_of_logits(draw, optional=False)
+    return given | {"values": given["logits"].detach()}
+
+
+def _exceeded(draw: Draw) -> Arguments:
+    return {"exceeded": draw.choice((None, torch.tensor([False]), torch.tensor([True])))}
+
+
+@op(lambda **given: _known(*step("support_logprob_entropy_", wide=True)(**given)), results=STATISTICS)
+def support_logprob_entropy_(draw: Draw) -> Arguments:
+    """The results of other ops, of which those of the dense rows stay."""
+    given = detached(rows_of_logits(draw, optional=False)) | _exceeded(draw)
+    generator = draw.generator()
+    given |= {name: torch.randn(given["logits"].shape[:-1], generator=generator) for name in STATISTICS}
+    return _or_listed(draw, given, given["logits"].float())
+
+
+def _of_backward(draw: Draw, given: Arguments) -> Arguments:
+    given = with_statistics(draw, detached(given))
     if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
         first = draw.integer(0, given["logits"].shape[-1] - 1)
         given |= {"logits": given["logits"][..., first:], "first_token": first}
@@ -130,25 +165,55 @@ def _of_backward(draw: Draw, masked: bool) -> Arguments:
 
 @op(step("logprob_entropy_backward", wide=True), results={"grad": gradient_of_logits})
 def logprob_entropy_backward(draw: Draw) -> Arguments:
-    return _of_backward(draw, masked=True)
+    return _of_backward(draw, without_supports(rows_of_logits(draw)))
 
 
 @op(step("logprob_entropy_backward_", wide=True), results={"grad": gradient_of_logits})
 def logprob_entropy_backward_(draw: Draw) -> Arguments:
-    return {"first_token": draw.choice((None, 0))} | _of_backward(draw, masked=False)
+    given = without_supports(rows_of_logits(draw)) | {"mask": None}
+    return {"first_token": draw.choice((None, 0))} | _of_backward(draw, given)
+
+
+def _gradient_over_supports(**given: Any) -> Tensor:
+    gradient = step("logprob_entropy_backward", wide=True)(**given | {"mask": given["dense"]})[0]
+    written: Tensor = step("support_logprob_entropy_backward_", wide=True)(**given, grad_logits=gradient)[0]
+    return written
+
+
+@op(_gradient_over_supports, results={"grad_logits": gradient_of_logits}, served_by="composed")
+def support_logprob_entropy_backward(draw: Draw) -> Arguments:
+    return _of_backward(draw, rows_of_logits(draw, optional=False))
+
+
+@op(step("support_logprob_entropy_backward_", wide=True), results={"grad_logits": gradient_of_logits})
+def support_logprob_entropy_backward_(draw: Draw) -> Arguments:
+    """A gradient that is 0 in the rows with a support; what other rows have stays."""
+    given = _of_backward(draw, rows_of_logits(draw, optional=False))
+    shape, dtype = given["logits"].shape, given["logits"].dtype
+    empty = (given["support_offsets"].diff() == 0).view(*shape[:-1], 1)
+    gradient = torch.randn(shape, generator=draw.generator()).to(dtype)
+    return given | {"grad_logits": torch.where(empty, gradient, gradient.new_zeros(()))}
+
+
+def _tile(draw: Draw, given: Arguments) -> Arguments:
+    """Draws a tile, and the states of its rows after the tiles before it."""
+    logits, rows = given["logits"], given["logits"].shape[:-1].numel()
+    first = draw.integer(0, logits.shape[-1] - 1)
+    before = {"logits": logits[..., :first], "first_token": 0, "mask": None}
+    given["state"] = _merged(rows, **given | before) if draw.flag() else _merged(rows)
+    return given | {"logits": logits[..., first:], "first_token": first or draw.choice((None, 0))}
 
 
 @op(step("softmax_state_", wide=True), results={"state": _states})
 def softmax_state_(draw: Draw) -> Arguments:
-    """Draws a tile, and the states of its rows after the tiles before it."""
-    given = detached(rows_of_logits(draw, bound=False))
-    logits, rows = given["logits"], given["logits"].shape[:-1].numel()
-    first = draw.integer(0, logits.shape[-1] - 1)
-    before = {"logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
-    given["state"] = _merged(rows, **given | before) if draw.flag() else _merged(rows)
-    given |= {"logits": logits[..., first:], "first_token": first or draw.choice((None, 0))}
-    tile = given["logits"].float()
-    return _or_kept(draw, given, torch.cat([tile.new_zeros(*tile.shape[:-1], first), tile], -1))
+    return _tile(draw, detached(without_supports(rows_of_logits(draw))))
+
+
+@op(step("support_softmax_state_", wide=True), results={"state": _states})
+def support_softmax_state_(draw: Draw) -> Arguments:
+    given = _tile(draw, detached(rows_of_logits(draw, optional=False))) | _exceeded(draw)
+    tile, first = given["logits"].float(), given["first_token"] or 0
+    return _or_listed(draw, given, torch.cat([tile.new_zeros(*tile.shape[:-1], first), tile], -1))
 
 
 @op(lambda **given: _known(*step("softmax_state_finish", wide=True)(**given)), results=STATISTICS)

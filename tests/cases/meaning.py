@@ -87,8 +87,8 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         merged["scope"] = "batch" if given["pooled"] else "group" if name == "select_rollouts" else "sequence"
     if "low" in given:
         merged["log_bounds"] = (given["low"], given["high"])
-    if given.get("sampling_ids") is not None:
-        merged["sampling_mask"] = SamplingMask(given["sampling_ids"], given["sampling_offsets"])
+    if given.get("support_ids") is not None:
+        merged["sampling_mask"] = SamplingMask(given["support_ids"], given["support_offsets"])
         merged["label_outside"] = "include" if given.get("include_label") else "nan"
     return {argument: value for argument, value in merged.items() if argument in takes or argument == "found"}
 

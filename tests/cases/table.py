@@ -21,7 +21,7 @@ from .row import OPS as OPS
 from .row import Arguments, DrawArguments, Row
 
 # Ops over the ranks of a process group: tests/test_vocab_parallel.py draws their arguments.
-OF_RANKS = ("vocab_parallel_logprob_entropy",)
+OF_RANKS = ("vocab_parallel_logprob_entropy", "vocab_parallel_support_logprob_entropy")
 
 
 def _public(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:

@@ -10,7 +10,7 @@
 
 #include "../../csrc/core/order_key.h"
 #include "../../csrc/core/softmax_state.h"
-#include "../../csrc/cpu/kept_product_loops.h"
+#include "../../csrc/cpu/support_product_loops.h"
 #include "../../csrc/cpu/order_key_loops.h"
 #include "../../csrc/cpu/ratio_loops.h"
 #include "../../csrc/cpu/simd_level.h"
@@ -175,7 +175,7 @@ void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool groupe
 
 // `rounding` is that of T. Sums are in float32.
 template <class T>
-void kept_product_loops(const KeptProductLoops<T>& loops, double rounding, std::mt19937& random) {
+void support_product_loops(const SupportProductLoops<T>& loops, double rounding, std::mt19937& random) {
   std::normal_distribution<float> normal;
   const auto number = [&](int64_t) { return from_float<T>(normal(random)); };
   for (int64_t n = 1; n <= 9000; n = n < 200 ? n + 1 : n * 3 + 1) {
@@ -236,7 +236,7 @@ void wide_products(const WideProduct& loops, std::mt19937& random) {
 }
 
 void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys, const RatioLoops& ratios,
-           const KeptProducts& products, const WideProduct& wide) {
+           const SupportProducts& products, const WideProduct& wide) {
   std::mt19937 random(std::random_device{}());
   wide_products(wide, random);
   std::printf("%s done\n", name);
@@ -245,9 +245,9 @@ void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys,
   softmax_loops(rows.bf16, 0x1p-8, random);
   softmax_loops(rows.fp16, 0x1p-10, random);
   key_loops(keys, random);
-  kept_product_loops(products.float32, 1e-6, random);
-  kept_product_loops(products.bf16, 0x1p-8, random);
-  kept_product_loops(products.fp16, 0x1p-10, random);
+  support_product_loops(products.float32, 1e-6, random);
+  support_product_loops(products.bf16, 0x1p-8, random);
+  support_product_loops(products.fp16, 0x1p-10, random);
   for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2)
     for (int form = 0; form < 8; ++form) ratio_loops_of(ratios, n, form & 1, form & 2, form & 4, random);
 }
@@ -255,7 +255,7 @@ void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys,
 }  // namespace
 
 int main() {
-  level(simd_level_name(simd_level()), softmax_rows(), order_key_loops(), ratio_loops(), kept_products(),
+  level(simd_level_name(simd_level()), softmax_rows(), order_key_loops(), ratio_loops(), support_products(),
         wide_product());
   return report("loops");
 }

@@ -74,7 +74,7 @@ def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
         if name in arguments:
             arguments[name] = arguments["labels"].numel()
     if "max_dense_rows" in arguments:
-        arguments["max_dense_rows"] = len(arguments["sampling_offsets"])
+        arguments["max_dense_rows"] = len(arguments["support_offsets"])
     return {name: part.detach() if isinstance(part, Tensor) else part for name, part in arguments.items()}
 
 

@@ -22,8 +22,10 @@ from d3s_kernels.check.compare import moved
 # Draws, by the largest length of a row or a segment: beyond each size at which a kernel changes to other launches.
 SIZES = {40: 3, 10_000: 2, 70_000: 1}
 FIRST = [
-    "topk_mask", "max_variance_select", "logprob_entropy", "logprob_entropy_backward_", "kept_weight_grad_",
-    "kept_hidden_grad_", "kept_logits", "kept_logits_backward", "compact", "select_tokens", "logprob_entropy_backward",
+    "topk_mask", "max_variance_select", "logprob_entropy", "logprob_entropy_backward_", "support_weight_grad_",
+    "support_hidden_grad_", "support_logits", "support_logits_backward", "compact", "select_tokens",
+    "logprob_entropy_backward", "support_rows", "support_logprob_entropy_", "support_softmax_state_",
+    "support_logprob_entropy_backward_",
     "softmax_state_", "importance_ratio", "entropy_groups", "adaptive_clip", "group_advantages",
 ]  # fmt: skip
 

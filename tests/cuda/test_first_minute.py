@@ -237,7 +237,7 @@ def test_08_sums_of_runs_of_any_length(run: int, record_property: Callable) -> N
 
     of_weight = torch.zeros(matrix.shape, device=GPU)
     weight_arguments = grad[mixed], other, each[mixed], runs[mixed]
-    OP.kept_weight_grad_(*weight_arguments, of_weight)
+    OP.support_weight_grad_(*weight_arguments, of_weight)
     assert ((of_weight - exact).abs() <= limit).all()
 
     # The places of spans, and then one of each row's label, which has no gradient here.
@@ -247,11 +247,15 @@ def test_08_sums_of_runs_of_any_length(run: int, record_property: Callable) -> N
     of_places = torch.cat([runs, none]), torch.cat([each, none.clamp(min=0)])
     hidden_arguments = torch.cat([grad, of_labels]), other, *of_places, offsets, of_labels.bool()
     of_hidden = torch.zeros(matrix.shape, device=GPU)
-    OP.kept_hidden_grad_(*hidden_arguments, of_hidden)
+    OP.support_hidden_grad_(*hidden_arguments, of_hidden)
     assert ((of_hidden - exact).abs() <= limit).all()
     shape = f"runs of {run}, {places} places of {width}"
-    record_property(*timed(f"kept_weight_grad_, {shape}", lambda: OP.kept_weight_grad_(*weight_arguments, of_weight)))
-    record_property(*timed(f"kept_hidden_grad_, {shape}", lambda: OP.kept_hidden_grad_(*hidden_arguments, of_hidden)))
+    record_property(
+        *timed(f"support_weight_grad_, {shape}", lambda: OP.support_weight_grad_(*weight_arguments, of_weight))
+    )
+    record_property(
+        *timed(f"support_hidden_grad_, {shape}", lambda: OP.support_hidden_grad_(*hidden_arguments, of_hidden))
+    )
 
 
 def test_09_compact_at_every_alignment() -> None:

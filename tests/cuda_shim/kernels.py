@@ -29,6 +29,7 @@ from helpers import (
     random_logits,
     ratio_results,
 )
+from test_sampling_masks import random_spans
 from test_sampling_masks_head import Case as HeadCase
 from torch import Tensor
 
@@ -151,7 +152,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-STRETCH = 256  # kStretch in csrc/cuda/kept_sums.h
+STRETCH = 256  # kStretch in csrc/cuda/support_sums.h
 
 
 def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:
@@ -590,7 +591,7 @@ def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def undefined(cuts: Tensor, include: bool, bound: int | None) -> list[list[bool]]:
         arguments, options = (hidden, weight, labels), {"include_label": include, "max_dense_rows": bound}
-        options |= {"sampling_ids": ids, "sampling_offsets": cuts}
+        options |= {"support_ids": ids, "support_offsets": cuts}
         found = OP.linear_logprob_entropy(*arguments, **options)
         slopes = OP.linear_logprob_entropy_backward(ones, ones, *found[1:], [True, True, False], *arguments, **options)
         return [part.isnan().tolist() for part in (*found[:2], slopes[0].sum(1))]
@@ -628,7 +629,7 @@ def test_bad_offsets_of_shared_sums_give_what_is_undefined(cuts: list[int]) -> N
     for kind in (torch.int32, torch.int64):
         out = torch.zeros(3, 8)
         offsets = torch.tensor(cuts).to(kind)
-        OP.kept_hidden_grad_(torch.ones(3003), weight, rows, rows.abs(), offsets, undefined, out)
+        OP.support_hidden_grad_(torch.ones(3003), weight, rows, rows.abs(), offsets, undefined, out)
         assert out[1].isnan().all()
         assert not out[[0, 2]].any()
 
@@ -645,7 +646,7 @@ def test_sums_that_blocks_share(dtype: torch.dtype) -> None:
     assert_same(case.of(rows)(max_dense_rows=0)[:3], (whole[rows] for whole in found[:3]))
 
 
-SHORT = 16  # kShort in csrc/cuda/kept_weight_grad.h: the longest run that a warp adds up
+SHORT = 16  # kShort in csrc/cuda/support_weight_grad.h: the longest run that a warp adds up
 RUNS = (1, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT, 33, STRETCH, STRETCH + 1, STRETCH + SHORT, 2 * STRETCH + 1)
 
 
@@ -667,7 +668,7 @@ def test_runs_of_every_length_at_every_place(width: int, dtype: torch.dtype) -> 
         exact.index_add_(0, tokens, torch.cat([hidden, torch.ones(40, 1)], 1).double()[rows] * grad.unsqueeze(1))
         for kind in {dtype, torch.float32}:
             out, bias = added.clone().to(kind), torch.zeros(len(added), dtype=dtype)
-            OP.kept_weight_grad_(grad[order], hidden, rows[order].int(), tokens[order].int(), out, bias)
+            OP.support_weight_grad_(grad[order], hidden, rows[order].int(), tokens[order].int(), out, bias)
             found = torch.cat([out.float(), bias.unsqueeze(1)], 1)[1:]
             expected = exact + torch.nn.functional.pad(added.to(kind), (0, 1))
             torch.testing.assert_close(found.double(), expected[1:], atol=tolerance, rtol=tolerance / 2)
@@ -709,10 +710,29 @@ def test_launches_and_bytes_of_the_head() -> None:
         given = {"sampling_mask": case.mask, "max_dense_rows": 0, "weight_grad_into": into}
         return leaves(d3s.linear_logprob_entropy, case.labels, **given)
 
-    assert asked(forward)[:3] == (4, 1, 2 * pairs * row)
+    assert asked(forward)[:3] == (4, 0, 2 * pairs * row)
     results = forward()
     found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
-    assert found[:3] == (10, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+    assert found[:3] == (11, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+
+
+@emulated
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [3, 0, 2]], ids=["all rows have a support", "one row has none"])
+def test_launches_over_supports(lengths: list[int]) -> None:
+    """One marks the dense rows, one computes these rows, and one the others; without dense rows there is one less."""
+    mask, labels = random_spans(lengths, 64)
+    logits = random_logits(3, 64).requires_grad_()
+    given = {"sampling_mask": mask}
+
+    def counts(**options: int) -> list[tuple[int, int]]:
+        results: list[Tensor] = []
+        forward = asked(lambda: results.extend(d3s.logprob_entropy(logits, labels, **given, **options)))
+        backward = asked(lambda: torch.autograd.grad(results, logits, [torch.ones(3)] * 2))
+        return [each[:2] for each in (forward, backward)]
+
+    assert counts() == counts(max_dense_rows=2) == [(3, 0), (2, 0)]
+    if 0 not in lengths:
+        assert counts(max_dense_rows=0) == [(2, 0), (2, 0)]
 
 
 @emulated

@@ -1,4 +1,4 @@
-"""Products with the rows of an LM head's weight that belong to kept tokens. The rows are gathered piece by piece.
+"""Products with the rows of an LM head's weight that belong to supports. The rows are gathered piece by piece.
 
 The terms of a sum are always added in the same order, so the sum is bitwise equal in every run and in any batch.
 """
@@ -10,37 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import ALL_TOKENS, NO_SAMPLING_MASK, SamplingArguments, Tile
+from .._arguments.bundles import ALL_TOKENS, SupportArguments, Tile
 from .kernels import op
-from .spans import Sets, Spans
+from .support import Sets, Supports
 
 _GATHERED = 1 << 24  # the number of elements that are gathered at a time: 64 MiB in float32
 
 
-def _fake_kept_logits(hidden: Tensor, sampling_ids: Tensor, **_: Any) -> Tensor:
-    return hidden.new_empty(sampling_ids.shape[0] + hidden.shape[0], dtype=torch.float32)
+def _fake_support_logits(hidden: Tensor, support_ids: Tensor, **_: Any) -> Tensor:
+    return hidden.new_empty(support_ids.shape[0] + hidden.shape[0], dtype=torch.float32)
 
 
-@op(_fake_kept_logits)
-def kept_logits(
+@op(_fake_support_logits)
+def support_logits(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    supports: SupportArguments,
     bias: Tensor | None = None,
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     tile: Tile = ALL_TOKENS,
     logits_dtype: torch.dtype = torch.float32,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
-    spans = Spans.of(sampling_mask)
-    assert spans is not None
-    sets = Sets.of(spans, labels.long(), tile, len(weight))
+    of_rows = Supports.of(supports)
+    sets = Sets.of(of_rows, labels.long(), tile, len(weight))
     counts = ~sets.single if mask is None else ~sets.single & mask
-    out = torch.full((len(spans.ids) + len(labels),), -torch.inf, device=hidden.device)
+    out = torch.full((len(of_rows.ids) + len(labels),), -torch.inf, device=hidden.device)
     rows = torch.arange(len(labels), device=labels.device)
-    label_pieces = (rows, labels.long(), sets.label_joins, len(spans.ids) + rows)
-    for row, ids, used, place in (*spans.pieces(), label_pieces):
+    label_pieces = (rows, labels.long(), sets.label_joins, len(of_rows.ids) + rows)
+    for row, ids, used, place in (*of_rows.pieces(), label_pieces):
         token = tile.column(ids)
         needed = used & counts[row] & (token >= 0) & (token < len(weight))
         step = max(1, _GATHERED // max(1, hidden.shape[1]))
@@ -53,11 +52,11 @@ def kept_logits(
             if logit_softcap is not None:
                 z = (z / logit_softcap).tanh() * logit_softcap
             out[place[part]] = z.float().masked_fill(~needed[part], -torch.inf)
-    return out.masked_fill(spans.bad, torch.nan)
+    return out.masked_fill(of_rows.bad, torch.nan)
 
 
 @op()
-def kept_hidden_grad_(
+def support_hidden_grad_(
     grad: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, offsets: Tensor, undefined: Tensor, out: Tensor
 ) -> None:
     total = torch.zeros(len(undefined), weight.shape[1], device=weight.device)
@@ -67,7 +66,7 @@ def kept_hidden_grad_(
 
 
 @op()
-def kept_weight_grad_(
+def support_weight_grad_(
     grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor, bias_out: Tensor | None = None
 ) -> None:
     real = _among(rows, len(hidden)) & _among(tokens, len(out))

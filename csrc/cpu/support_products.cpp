@@ -1,11 +1,11 @@
-// Computes the matrix products of an LM head, but only for kept tokens. The places are divided evenly among the
-// threads.
-#include "../ops/kept_products.h"
+// Computes the matrix products of an LM head, but only for the tokens of supports. The places are divided evenly among
+// the threads.
+#include "../ops/support_products.h"
 
 #include <algorithm>
 
 #include "../torch_abi.h"
-#include "kept_product_loops.h"
+#include "support_product_loops.h"
 
 namespace d3s {
 namespace {
@@ -28,20 +28,20 @@ struct Needed {
   int64_t place, row, token;
 };
 
-std::vector<Needed> needed_places(const KeptHead& head) {
+std::vector<Needed> needed_places(const SupportHead& head) {
   std::vector<Needed> needed;
-  needed.reserve(head.rows.spans.count);
+  needed.reserve(head.rows.supports.count);
   for (int64_t row = 0; row < head.hidden.rows; ++row) {
-    const Span span = head.rows.spans[row];
-    if (head.rows.masked_out(row) || head.single(row, span)) continue;
-    bool joins = head.may_join(row, span);
-    for (int64_t i = 0; i < span.size; ++i) {
-      const int64_t token = head.rows.column(span.tokens[i]);
-      if (token >= 0) needed.push_back({head.rows.spans.place(span, i), row, token});
-      joins &= span.tokens[i] != head.rows.labels[row];
+    const Support support = head.rows.supports[row];
+    if (head.rows.masked_out(row) || head.single(row, support)) continue;
+    bool joins = head.may_join(row, support);
+    for (int64_t i = 0; i < support.size; ++i) {
+      const int64_t token = head.rows.column(support.tokens[i]);
+      if (token >= 0) needed.push_back({head.rows.supports.place(support, i), row, token});
+      joins &= support.tokens[i] != head.rows.labels[row];
     }
     const int64_t label = joins ? head.rows.column(head.rows.labels[row]) : -1;
-    if (label >= 0) needed.push_back({head.rows.spans.place_of_label(row), row, label});
+    if (label >= 0) needed.push_back({head.rows.supports.place_of_label(row), row, label});
   }
   return needed;
 }
@@ -54,9 +54,9 @@ struct Entry {
 };
 
 template <class T, class To>
-void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::vector<Entry>& sorted, const Matrix& out,
-                const Vector& bias_out) {
-  const auto& loops = kept_products();
+void add_sorted(const SupportGradient& gradient, const Matrix& hidden, const std::vector<Entry>& sorted,
+                const Matrix& out, const Vector& bias_out) {
+  const auto& loops = support_products();
   const auto count = static_cast<int64_t>(sorted.size());
   // Each token is assigned to the thread whose range contains the token's first entry in `sorted`.
   parallel_for(count, grain_of(hidden), [&](int64_t begin, int64_t end) {
@@ -81,12 +81,12 @@ void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::v
 
 }  // namespace
 
-void kept_logits(const KeptHead& head, float* out, Device&) {
+void support_logits(const SupportHead& head, float* out, Device&) {
   std::fill(out, out + head.places(), -INFINITY);
   const std::vector<Needed> needed = needed_places(head);
   dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto& loops = kept_products().of(tag);
+    const auto& loops = support_products().of(tag);
     parallel_for(static_cast<int64_t>(needed.size()), grain_of(head.weight), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (i + 1 < end) prefetch<T>(head.weight, needed[i + 1].token);
@@ -98,29 +98,29 @@ void kept_logits(const KeptHead& head, float* out, Device&) {
   });
 }
 
-void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
-                  const Matrix& out, Device&) {
+void sum_for_rows(const SupportGradient& gradient, const Matrix& weight, const Segments& supports,
+                  const bool* undefined, const Matrix& out, Device&) {
   dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
     using To = typename decltype(to_tag)::type;
-    const auto& loops = kept_products();
-    parallel_segments(spans, spans.limit, grain_of(weight), [&](int64_t first, int64_t last) {
+    const auto& loops = support_products();
+    parallel_segments(supports, supports.limit, grain_of(weight), [&](int64_t first, int64_t last) {
       std::vector<float> sum(weight.columns);
       const auto add = [&](int64_t place) {
-        if (gradient.has(place, spans.count, weight.rows))
+        if (gradient.has(place, supports.count, weight.rows))
           loops.of(tag).add_scaled(row_of<T>(weight, gradient.tokens[place]), gradient.grad[place], weight.columns,
                                    sum.data());
       };
       for (int64_t row = first; row < last; ++row) {
-        const int64_t begin = spans.begin(row), end = spans.end(row);
+        const int64_t begin = supports.begin(row), end = supports.end(row);
         if (begin == end) continue;
         std::fill(sum.begin(), sum.end(), undefined[row] ? NAN : 0.f);
         for (int64_t place = begin; place < end; ++place) {
-          if (place + 1 < end && gradient.has(place + 1, spans.count, weight.rows))
+          if (place + 1 < end && gradient.has(place + 1, supports.count, weight.rows))
             prefetch<T>(weight, gradient.tokens[place + 1]);
           add(place);
         }
-        add(spans.limit + row);
+        add(supports.limit + row);
         To* to = row_of<To>(out, row);
         std::fill(to, to + weight.columns, from_float<To>(0.f));
         loops.of(to_tag).add_to(sum.data(), weight.columns, to);
@@ -129,7 +129,7 @@ void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segm
   });
 }
 
-void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
+void add_for_tokens(const SupportGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device&) {
   std::vector<Entry> sorted;
   sorted.reserve(gradient.places);

@@ -1,5 +1,5 @@
 // This file is compiled once for each SIMD level.
-#include "kept_product_loops.h"
+#include "support_product_loops.h"
 
 #include "simd.h"
 
@@ -63,9 +63,9 @@ void add_to(const float* sum, int64_t n, T* out) {
 }  // namespace
 
 namespace D3S_LEVEL {
-extern const KeptProducts kept_products = {{dot<float>, add_scaled<float>, add_to<float>},
-                                           {dot<bfloat16>, add_scaled<bfloat16>, add_to<bfloat16>},
-                                           {dot<float16>, add_scaled<float16>, add_to<float16>}};
+extern const SupportProducts support_products = {{dot<float>, add_scaled<float>, add_to<float>},
+                                                 {dot<bfloat16>, add_scaled<bfloat16>, add_to<bfloat16>},
+                                                 {dot<float16>, add_scaled<float16>, add_to<float16>}};
 }
 
 }  // namespace d3s

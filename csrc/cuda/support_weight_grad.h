@@ -1,8 +1,9 @@
-// kept_weight_grad_: computes, for each token, the sum of grad * hidden[row] over the places that stand for this token.
+// support_weight_grad_: computes, for each token, the sum of grad * hidden[row] over the places that stand for this
+// token.
 #pragma once
 
-#include "kept_sums.h"
 #include "segment_sort.h"
+#include "support_sums.h"
 
 namespace d3s {
 namespace {
@@ -12,7 +13,7 @@ constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses
 
 // Writes the entry of each place: the place's token. The places are later sorted by their entries. A place without a
 // gradient gets the largest entry, so that it comes last.
-__global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
+__global__ void make_entries(const __grid_constant__ SupportGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (place >= gradient.places) return;
@@ -83,7 +84,7 @@ struct LaneSums {
 
 // A warp adds up a run of at most kShort places, for all columns. Most runs have one place.
 template <class T, class To>
-__device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t first,
+__device__ void sum_short_run(const SupportGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t first,
                               bool aligned, bool out_aligned, const Matrix& out, const Vector& bias_out) {
   constexpr int64_t kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -124,7 +125,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 // multiple of kShort. The first stretch of a run belongs to the first such index in the run. A later stretch belongs to
 // the last such index at or before the stretch's beginning.
 template <class T, class To>
-__device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
+__device__ void sum_stretch(const SupportGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
                             int64_t piece, bool aligned, bool out_aligned, const StretchSums& stretches,
                             const Matrix& out, const Vector& bias_out) {
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[i]);
@@ -151,7 +152,7 @@ __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, 
 // one warp for each place.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
+    sum_tokens(const __grid_constant__ SupportGradient gradient, const __grid_constant__ Matrix hidden,
                const __grid_constant__ Runs runs, uint32_t long_blocks, uint32_t pieces, bool aligned, bool out_aligned,
                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
                const __grid_constant__ Vector bias_out) {

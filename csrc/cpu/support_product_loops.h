@@ -9,7 +9,7 @@
 namespace d3s {
 
 template <class T>
-struct KeptProductLoops {
+struct SupportProductLoops {
   // Returns sum_i a[i] b[i] in float32. The order of the additions depends only on n.
   float (*dot)(const T* a, const T* b, int64_t n);
   // sum[i] += factor x[i]
@@ -18,16 +18,16 @@ struct KeptProductLoops {
   void (*add_to)(const float* sum, int64_t n, T* out);
 };
 
-struct KeptProducts {
-  KeptProductLoops<float> float32;
-  KeptProductLoops<bfloat16> bf16;
-  KeptProductLoops<float16> fp16;
+struct SupportProducts {
+  SupportProductLoops<float> float32;
+  SupportProductLoops<bfloat16> bf16;
+  SupportProductLoops<float16> fp16;
 
-  const KeptProductLoops<float>& of(Tag<float>) const { return float32; }
-  const KeptProductLoops<bfloat16>& of(Tag<bfloat16>) const { return bf16; }
-  const KeptProductLoops<float16>& of(Tag<float16>) const { return fp16; }
+  const SupportProductLoops<float>& of(Tag<float>) const { return float32; }
+  const SupportProductLoops<bfloat16>& of(Tag<bfloat16>) const { return bf16; }
+  const SupportProductLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
-const KeptProducts& kept_products();  // returns the table for simd_level()
+const SupportProducts& support_products();  // returns the table for simd_level()
 
 }  // namespace d3s

@@ -1,17 +1,17 @@
-// The matrix products of an LM head, computed only for kept tokens.
+// The matrix products of an LM head, computed only for the tokens of supports.
 //
 //   launch                        kernel          reads                                -> writes
-//   kept_logits (offsets)         check_offsets   offsets                              -> bad
-//   kept_logits                   place_logits    hidden, weight, spans, labels, bad   -> out
-//   kept_hidden_grad_ (offsets)   check_offsets   offsets                              -> bad
-//   kept_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long spans
-//   kept_hidden_grad_ (rows)      finish_rows     undefined, sums, bad                 -> out
-//   kept_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
+//   support_logits (offsets)         check_offsets   offsets                              -> bad
+//   support_logits                   place_logits    hidden, weight, supports, labels, bad   -> out
+//   support_hidden_grad_ (offsets)   check_offsets   offsets                              -> bad
+//   support_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long supports
+//   support_hidden_grad_ (rows)      finish_rows     undefined, sums, bad                 -> out
+//   support_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
 //   sort (its own launches)       sort_entries    entries, indices                     -> both, sorted by token
-//   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
-//   kept_weight_grad_ (long)      join_tokens     sums                                 -> out
-#include "kept_hidden_grad.h"
-#include "kept_weight_grad.h"
+//   support_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent
+//   tokens support_weight_grad_ (long)      join_tokens     sums                                 -> out
+#include "support_hidden_grad.h"
+#include "support_weight_grad.h"
 
 namespace d3s {
 namespace {
@@ -22,19 +22,19 @@ constexpr int kInFlight = 4;  // a thread loads this many vectors of each of the
 constexpr int kCheckers = 1024;
 
 // Sets `bad` to 1 if any offset is bad, and to 0 otherwise. One block is enough, since there are few offsets.
-__global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad,
+__global__ void check_offsets(const __grid_constant__ Supports supports, int64_t rows, int* bad,
                               const __grid_constant__ Faults faults) {
   int any = 0;
-  for (int64_t row = threadIdx.x; row < rows; row += kCheckers) any |= !spans.good(row);
+  for (int64_t row = threadIdx.x; row < rows; row += kCheckers) any |= !supports.good(row);
   any = __syncthreads_or(any);
   if (threadIdx.x > 0) return;
   *bad = any != 0;
   if (any) faults.note(Fault::kSamplingMask);
 }
 
-const int* any_bad(const Spans& spans, int64_t rows, const char* name, Device& device) {
+const int* any_bad(const Supports& supports, int64_t rows, const char* name, Device& device) {
   int* bad = device.scratch_of<int>(1);
-  launch(name, check_offsets, 1, kCheckers, 0, device, spans, rows, bad, device.faults);
+  launch(name, check_offsets, 1, kCheckers, 0, device, supports, rows, bad, device.faults);
   return bad;
 }
 
@@ -42,26 +42,26 @@ struct Needed {
   int64_t row, token;  // `token` is a row of the weight; -1 if no logit is needed
 };
 
-// Returns the row and the token of a place in the list of kept logits. All lanes of a warp call this with the same
+// Returns the row and the token of a place in the list of support logits. All lanes of a warp call this with the same
 // place.
-__device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane) {
-  const bool of_label = place >= head.rows.spans.count;
-  const int64_t row = of_label ? place - head.rows.spans.count : head.rows.spans.row_at(place, head.hidden.rows);
+__device__ inline Needed needed_at(const SupportHead& head, int64_t place, int lane) {
+  const bool of_label = place >= head.rows.supports.count;
+  const int64_t row = of_label ? place - head.rows.supports.count : head.rows.supports.row_at(place, head.hidden.rows);
   if (row < 0 || head.rows.masked_out(row)) return {row, -1};
-  const Span span = head.rows.spans[row];
-  if (!of_label) return {row, head.single(row, span) ? -1 : head.rows.column(head.rows.spans.tokens[place])};
-  if (!head.may_join(row, span)) return {row, -1};
+  const Support support = head.rows.supports[row];
+  if (!of_label) return {row, head.single(row, support) ? -1 : head.rows.column(head.rows.supports.tokens[place])};
+  if (!head.may_join(row, support)) return {row, -1};
   int found = 0;
 #pragma unroll 8
-  for (int64_t i = lane; i < span.size; i += kWarp) found |= span.tokens[i] == head.rows.labels[row];
+  for (int64_t i = lane; i < support.size; i += kWarp) found |= support.tokens[i] == head.rows.labels[row];
   return {row, warp_reduce(found, Max()) ? -1 : head.rows.column(head.rows.labels[row])};
 }
 
-// There is one warp for each place, so that a long span takes no more time than a short span. The order of a logit's
-// sum depends only on the number of columns.
+// There is one warp for each place, so that a long support takes no more time than a short support. The order of a
+// logit's sum depends only on the number of columns.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    place_logits(const __grid_constant__ KeptHead head, const int* bad, bool aligned, float* out) {
+    place_logits(const __grid_constant__ SupportHead head, const int* bad, bool aligned, float* out) {
   constexpr int kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int64_t place = int64_t{blockIdx.x} * kPlacesOfBlock + threadIdx.x / kWarp, columns = head.hidden.columns;
@@ -101,42 +101,42 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 }  // namespace
 
-void kept_logits(const KeptHead& head, float* out, Device& device) {
+void support_logits(const SupportHead& head, float* out, Device& device) {
   if (head.places() == 0) return;
-  const int* bad = any_bad(head.rows.spans, head.hidden.rows, "kept_logits (offsets)", device);
+  const int* bad = any_bad(head.rows.supports, head.hidden.rows, "support_logits (offsets)", device);
   dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch("kept_logits", place_logits<T>, ceil_div(head.places(), kPlacesOfBlock), kThreads, 0, device, head, bad,
+    launch("support_logits", place_logits<T>, ceil_div(head.places(), kPlacesOfBlock), kThreads, 0, device, head, bad,
            is_aligned<T>(head.hidden) && is_aligned<T>(head.weight), out);
   });
 }
 
-void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
-                  const Matrix& out, Device& device) {
-  const Spans checked{nullptr, spans.limit, spans.offsets32, spans.offsets64};
-  const int* bad = any_bad(checked, spans.count, "kept_hidden_grad_ (offsets)", device);
+void sum_for_rows(const SupportGradient& gradient, const Matrix& weight, const Segments& supports,
+                  const bool* undefined, const Matrix& out, Device& device) {
+  const Supports checked{nullptr, supports.limit, supports.offsets32, supports.offsets64};
+  const int* bad = any_bad(checked, supports.count, "support_hidden_grad_ (offsets)", device);
   dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
     using To = typename decltype(to_tag)::type;
     const uint32_t pieces = pieces_of<T>(weight.columns);
     const int threads = threads_for<T>(weight.columns);
     const bool aligned = is_aligned<T>(weight), out_aligned = is_aligned<To>(out);
-    const StretchSums stretches(spans.limit, weight.columns, device);
-    launch("kept_hidden_grad_", sum_rows<T, To>, (spans.limit / kStretch + spans.count) * pieces, threads, 0, device,
-           gradient, weight, spans, pieces, aligned, out_aligned, stretches, out);
-    launch("kept_hidden_grad_ (rows)", finish_rows<T, To>, spans.count * pieces, threads, 0, device, spans, bad,
-           undefined, pieces, out_aligned, stretches, out);
+    const StretchSums stretches(supports.limit, weight.columns, device);
+    launch("support_hidden_grad_", sum_rows<T, To>, (supports.limit / kStretch + supports.count) * pieces, threads, 0,
+           device, gradient, weight, supports, pieces, aligned, out_aligned, stretches, out);
+    launch("support_hidden_grad_ (rows)", finish_rows<T, To>, supports.count * pieces, threads, 0, device, supports,
+           bad, undefined, pieces, out_aligned, stretches, out);
   });
 }
 
-void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
+void add_for_tokens(const SupportGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device) {
   const int64_t n = gradient.places;
   if (n == 0 || (hidden.columns == 0 && !bias_out.values)) return;
   auto *entries = device.scratch_of<uint64_t>(n), *entries_spare = device.scratch_of<uint64_t>(n);
   auto *indices = device.scratch_of<uint32_t>(n), *indices_spare = device.scratch_of<uint32_t>(n);
-  launch("kept_weight_grad_ (entries)", make_entries, ceil_div(n, kThreads), kThreads, 0, device, gradient, hidden.rows,
-         out.rows, entries, indices);
+  launch("support_weight_grad_ (entries)", make_entries, ceil_div(n, kThreads), kThreads, 0, device, gradient,
+         hidden.rows, out.rows, entries, indices);
   int bits = 1;
   while (out.rows >> bits) ++bits;
   const Runs runs{sort_entries(entries, entries_spare, indices, indices_spare, n, bits, device), n};
@@ -148,12 +148,12 @@ void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Ma
     const bool out_aligned = is_aligned<To>(out);
     const StretchSums stretches(n, hidden.columns, device);
     const int64_t long_blocks = n > kShort ? ceil_div(n, kShort) * pieces : 0;
-    launch("kept_weight_grad_", sum_tokens<T, To>, long_blocks + ceil_div(n, threads / kWarp), threads, 0, device,
+    launch("support_weight_grad_", sum_tokens<T, To>, long_blocks + ceil_div(n, threads / kWarp), threads, 0, device,
            gradient, hidden, runs, static_cast<uint32_t>(long_blocks), pieces, is_aligned<T>(hidden), out_aligned,
            stretches, out, bias_out);
     if (stretches.sums)
-      launch("kept_weight_grad_ (long)", join_tokens<T, To>, ceil_div(n, kStretch) * pieces, threads, 0, device, runs,
-             pieces, out_aligned, stretches, out, bias_out);
+      launch("support_weight_grad_ (long)", join_tokens<T, To>, ceil_div(n, kStretch) * pieces, threads, 0, device,
+             runs, pieces, out_aligned, stretches, out, bias_out);
   });
 }
 

@@ -1,7 +1,8 @@
-// Checks the arguments of kept_logits, kept_hidden_grad_ and kept_weight_grad_, and prepares their results.
-#include "kept_products.h"
+// Checks the arguments of support_logits, support_hidden_grad_ and support_weight_grad_, and prepares their results.
+#include "support_products.h"
 
-#include "arguments.h"
+#include "softcap_argument.h"
+#include "support_argument.h"
 
 namespace d3s {
 namespace {
@@ -23,16 +24,15 @@ Matrix output_of(const char* argument, const Tensor& tensor, const Matrix& like,
   return out;
 }
 
-Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels, const OptionalTensor& bias,
-                      const SoftcapArgument& softcap, const OptionalTensor& mask, const Tile& tile,
-                      ScalarType logits_dtype, const SamplingMask& sampling_mask) {
-  KeptHead head;
+Tensor support_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels,
+                         const SupportArgument& support, const OptionalTensor& bias, const SoftcapArgument& softcap,
+                         const OptionalTensor& mask, const Tile& tile, ScalarType logits_dtype) {
+  SupportHead head;
   head.hidden = matrix_of("hidden", hidden);
   head.weight = matrix_of("weight", weight);
   require(head.hidden.type == head.weight.type && head.hidden.columns == head.weight.columns, "weight",
           "got another dtype or width than hidden; takes the same");
   require_same_device("weight", weight, hidden);
-  require(sampling_mask.ids && sampling_mask.offsets, "sampling_mask", "got none; takes ids and offsets");
   OptionalTensor bias_owner;
   if (bias) {
     require(bias->dim() == 1 && bias->size(0) == head.weight.rows && bias->scalar_type() == weight.scalar_type(),
@@ -44,23 +44,18 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   }
   head.softcap = softcap.checked();
   head.logits_type = float_type(logits_dtype);
-  // The logits do not exist yet, so labels, mask and spans are checked against the rows of `hidden`.
-  LogitsArgument argument(hidden, TemperatureArgument());
-  argument.rows.vocabulary = head.weight.rows;  // set_tile changes this if the weight is a vocabulary shard
-  argument.set_tile(tile);
-  argument.set_labels(labels);
-  argument.set_mask(mask);
-  argument.set_spans(sampling_mask);
+  // The logits do not exist yet, so labels, mask and supports are checked against the rows of `hidden`.
+  const SupportRowsArgument argument(
+      LogitsArgument(hidden, labels, TemperatureArgument(), mask, tile, head.weight.rows), hidden, support);
   head.rows = argument.rows;
-  head.rows.layout.columns = head.weight.rows;
   const Tensor out = empty({head.places()}, ScalarType::Float, hidden);
   TorchDevice device(hidden, PublicOp::kLinearLogprobEntropy);
-  kept_logits(head, mutable_data<float>(out), device);
+  support_logits(head, mutable_data<float>(out), device);
   return out;
 }
 
-KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& tokens, const Tensor& like,
-                         int64_t row_count, int64_t token_count) {
+SupportGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& tokens, const Tensor& like,
+                            int64_t row_count, int64_t token_count) {
   const auto checked = [&](const char* argument, const Tensor& tensor, ScalarType type) {
     require(
         tensor.dim() == 1 && tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == grad.numel(),
@@ -72,10 +67,10 @@ KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& t
   checked("rows", rows, ScalarType::Int);
   checked("tokens", tokens, ScalarType::Int);
   require(grad.numel() <= INT32_MAX, "grad", "got ", grad.numel(), " places; takes fewer than 2^31");
-  const KeptGradient gradient{data<float>(grad), data<int32_t>(rows), data<int32_t>(tokens), grad.numel()};
+  const SupportGradient gradient{data<float>(grad), data<int32_t>(rows), data<int32_t>(tokens), grad.numel()};
   const OptionalTensor known_rows = on_host(rows), known_tokens = on_host(tokens);
   if (!known_rows || !known_tokens) return gradient;
-  const KeptGradient known{nullptr, data<int32_t>(*known_rows), data<int32_t>(*known_tokens), grad.numel()};
+  const SupportGradient known{nullptr, data<int32_t>(*known_rows), data<int32_t>(*known_tokens), grad.numel()};
   for (int64_t i = 0; i < known.places; ++i)
     require(known.rows[i] < 0 || known.has(i, row_count, token_count), "rows", "got ", known.rows[i], " and token ",
             known.tokens[i], " at ", i, "; takes a row in [0, ", row_count, ") and a token in [0, ", token_count,
@@ -83,8 +78,8 @@ KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& t
   return gradient;
 }
 
-void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& rows, const Tensor& tokens,
-                       const Tensor& given_offsets, const Tensor& undefined, const Tensor& out) {
+void support_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& rows, const Tensor& tokens,
+                          const Tensor& given_offsets, const Tensor& undefined, const Tensor& out) {
   const Matrix w = matrix_of("weight", weight);
   const Tensor offsets = packed(given_offsets);
   require(offsets.dim() == 1 && offsets.numel() > 0 &&
@@ -92,7 +87,7 @@ void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& r
           "offsets", "got shape ", shape(offsets), " of ", dtype(offsets), "; takes int32 or int64 [rows + 1]");
   require_same_device("offsets", offsets, weight);
   const int64_t count = offsets.numel() - 1;
-  const KeptGradient gradient = gradient_of(grad, rows, tokens, weight, count, w.rows);
+  const SupportGradient gradient = gradient_of(grad, rows, tokens, weight, count, w.rows);
   require(gradient.places >= count, "grad", "got ", gradient.places,
           " places; takes one for each row after the others, ", count);
   require(undefined.dim() == 1 && undefined.numel() == count && undefined.scalar_type() == ScalarType::Bool &&
@@ -100,22 +95,22 @@ void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& r
           "undefined", "got shape ", shape(undefined), " of ", dtype(undefined), "; takes contiguous bool [rows], ",
           count);
   require_same_device("undefined", undefined, weight);
-  Segments spans;
-  spans.count = count;
-  spans.limit = gradient.places - count;
+  Segments supports;
+  supports.count = count;
+  supports.limit = gradient.places - count;
   if (offsets.scalar_type() == ScalarType::Int)
-    spans.offsets32 = data<int32_t>(offsets);
+    supports.offsets32 = data<int32_t>(offsets);
   else
-    spans.offsets64 = data<int64_t>(offsets);
-  if (const OptionalTensor known = on_host(offsets)) require_offsets(*known, count, spans.limit);
+    supports.offsets64 = data<int64_t>(offsets);
+  if (const OptionalTensor known = on_host(offsets)) require_offsets_of_ids(*known, count, supports.limit);
   require_same_device("out", out, weight);
   const Matrix to = output_of("out", out, w, count, w.columns);
   TorchDevice device(weight);
-  sum_for_rows(gradient, w, spans, data<bool>(undefined), to, device);
+  sum_for_rows(gradient, w, supports, data<bool>(undefined), to, device);
 }
 
-void kept_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& rows, const Tensor& tokens,
-                       const Tensor& out, const OptionalTensor& bias_out) {
+void support_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& rows, const Tensor& tokens,
+                          const Tensor& out, const OptionalTensor& bias_out) {
   const Matrix h = matrix_of("hidden", hidden), to = output_of("out", out, h, out.size(0), h.columns);
   require_same_device("out", out, hidden);
   Vector bias;
@@ -126,15 +121,15 @@ void kept_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& r
     require_same_device("bias_out", *bias_out, hidden);
     bias = {bias_out->mutable_data_ptr(), float_type(*bias_out)};
   }
-  const KeptGradient gradient = gradient_of(grad, rows, tokens, hidden, h.rows, to.rows);
+  const SupportGradient gradient = gradient_of(grad, rows, tokens, hidden, h.rows, to.rows);
   TorchDevice device(hidden);
   add_for_tokens(gradient, h, to, bias, device);
 }
 
 }  // namespace
 
-D3S_REGISTER("kept_logits", kept_logits_op)
-D3S_REGISTER("kept_hidden_grad_", kept_hidden_grad_)
-D3S_REGISTER("kept_weight_grad_", kept_weight_grad_)
+D3S_REGISTER("support_logits", support_logits_op)
+D3S_REGISTER("support_hidden_grad_", support_hidden_grad_)
+D3S_REGISTER("support_weight_grad_", support_weight_grad_)
 
 }  // namespace d3s

@@ -1,39 +1,39 @@
-// Gathers the kept logits of a row with a span, and treats them as a short dense row. The arguments have been checked:
-// every id is a token, and if an unmasked row has a label, the set of the row contains the label.
+// Gathers the support logits of a row with a support, and treats them as a short dense row. The arguments have been
+// checked: every id is a token, and if an unmasked row has a label, the set of the row contains the label.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "../ops/logprob_entropy.h"
+#include "../ops/support_logprob_entropy.h"
 #include "softmax_rows.h"
 
 namespace d3s {
 
-// The kept tokens of a row, stored as places: indices into the row's logits. Each thread reuses one object for all its
+// The tokens of a row's set, stored as places: indices into the row's logits. Each thread reuses one object for all its
 // rows.
 template <class T>
-class KeptLogits {
+class SupportRow {
  public:
-  explicit KeptLogits(const LogitsRows& rows) : rows_(rows) {}
+  explicit SupportRow(const SupportRows& rows) : rows_(rows) {}
 
-  KeptSet set{};
+  SupportSet set{};
 
   void read(int64_t row) {
     const RowLayout& layout = rows_.layout;
-    const Span span = rows_.spans[row];
+    const Support support = rows_.supports[row];
     const int64_t label = rows_.labels[row];
     row_ = static_cast<const T*>(rows_.logits) + layout.offset(row);
     places_.clear();
     label_ = -1;
     bool found = false;
-    for (int64_t i = 0; i < span.size; ++i) {
-      found |= span.tokens[i] == label;
-      if (rows_.column(span.tokens[i]) < 0) continue;
-      places_.push_back(rows_.place(span, i));
-      if (span.tokens[i] == label) label_ = places_.back();
+    for (int64_t i = 0; i < support.size; ++i) {
+      found |= support.tokens[i] == label;
+      if (rows_.column(support.tokens[i]) < 0) continue;
+      places_.push_back(rows_.place(support, i));
+      if (support.tokens[i] == label) label_ = places_.back();
     }
-    set = rows_.spans.set_of(span, label, INT64_MAX, found, false);
+    set = rows_.supports.set_of(support, label, INT64_MAX, found, false);
     if (set.label_joins && rows_.column(label) >= 0) places_.push_back(label_ = rows_.place_of_label(row));
   }
 
@@ -41,7 +41,7 @@ class KeptLogits {
   bool label_in_tile() const { return label_ >= 0; }
   float label_logit() const { return to_float(row_[label_]); }
 
-  // Returns `state` merged with the kept logits.
+  // Returns `state` merged with the support logits.
   SoftmaxState merge_into(SoftmaxState state, const SoftmaxLoops<T>& loops, float temperature) {
     for_slices([&](const int64_t*, int64_t n) {
       const SoftmaxSums sums = loops.slice(logits_, n, kLog2E / temperature, logits_);
@@ -50,7 +50,7 @@ class KeptLogits {
     return state;
   }
 
-  // Writes the gradient of the kept logits to their places in `gradient`.
+  // Writes the gradient of the support logits to their places in `gradient`.
   void write_gradient(const SoftmaxLoops<T>& loops, const GradientRow& row, T* gradient) {
     for_slices([&](const int64_t* places, int64_t n) {
       loops.gradient(logits_, n, row, logits_);
@@ -74,7 +74,7 @@ class KeptLogits {
     }
   }
 
-  const LogitsRows& rows_;
+  const SupportRows& rows_;
   const T* row_ = nullptr;
   int64_t label_ = -1;  // the label's place, or -1 if the label is not in the set or not in the tile
   std::vector<int64_t> places_;

@@ -1,15 +1,15 @@
-// The matrix products of an LM head, computed only for kept tokens. They are implemented in cpu/ and cuda/.
-// ops/kept_products.cpp has checked the arguments. Nothing here depends on torch.
+// The matrix products of an LM head, computed only for the tokens of supports. They are implemented in cpu/ and cuda/.
+// ops/support_products.cpp has checked the arguments. Nothing here depends on torch.
 //
-// A place is an index into a list of kept logits, and stands for a row and a token of the row's set. There is one place
-// for each id of the sampling mask, and then one place for each row. The place of a row is for its label, which may
-// join the row's set.
+// A place is an index into a list of support logits, and stands for a row and a token of the row's set. There is one
+// place for each id of the sampling mask, and then one place for each row. The place of a row is for its label, which
+// may join the row's set.
 #pragma once
 
 #include "../core/float_bits.h"
 #include "../core/segments.h"
 #include "device.h"
-#include "logprob_entropy.h"
+#include "support_logprob_entropy.h"
 
 namespace d3s {
 
@@ -64,22 +64,23 @@ struct Vector {
 };
 
 // An LM head or one of its vocabulary shards, and the hidden states of all rows.
-struct KeptHead {
+struct SupportHead {
   Matrix hidden, weight;
   Vector bias;
   float softcap = 0.f;  // 0: none
   FloatType logits_type = FloatType::kFloat32;
-  LogitsRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
+  SupportRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
 
-  D3S_HOST_DEVICE int64_t places() const { return rows.spans.count + hidden.rows; }
+  D3S_HOST_DEVICE int64_t places() const { return rows.supports.count + hidden.rows; }
   // Returns whether the row's set is a single token. If so, no logit of the row is needed.
-  D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
-    return span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);
+  D3S_HOST_DEVICE bool single(int64_t row, const Support& support) const {
+    return support.size == 1 &&
+           !(rows.supports.include_label && rows.labels[row] >= 0 && rows.labels[row] != support.tokens[0]);
   }
-  // Returns whether the label of the row may join the set of the row. The label joins unless the span already contains
-  // it.
-  D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
-    return rows.spans.include_label && span.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
+  // Returns whether the label of the row may join the set of the row. The label joins unless the support already
+  // contains it.
+  D3S_HOST_DEVICE bool may_join(int64_t row, const Support& support) const {
+    return rows.supports.include_label && support.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
   // Turns the product of a hidden state and a weight row into a logit. The rounding steps are those of the dense head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
@@ -96,10 +97,10 @@ struct KeptHead {
 // Writes one logit for each place. The logit is -inf in four cases: the place belongs to no row; the token of the place
 // is in another shard; the row is masked out; or the set of the row is a single token. Offsets on a GPU may be
 // unchecked; if an offset is bad, all logits are NaN.
-void kept_logits(const KeptHead& head, float* out, Device& device);
+void support_logits(const SupportHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
-struct KeptGradient {
+struct SupportGradient {
   const float* grad = nullptr;
   const int32_t* rows = nullptr;    // the row of each place; below 0 if the place has no gradient
   const int32_t* tokens = nullptr;  // the weight row of each place
@@ -113,15 +114,15 @@ struct KeptGradient {
 };
 
 // out[row] = the sum of grad * weight[token] over the places of the row. The terms are added in the order of the places
-// in `spans`, and the place of the label comes last. If undefined[row] is true, out[row] becomes NaN. Otherwise, if the
-// span of the row is empty, out[row] is not written. `out` has the type of `weight`, or float32.
-void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
-                  const Matrix& out, Device& device);
+// in `supports`, and the place of the label comes last. If undefined[row] is true, out[row] becomes NaN. Otherwise, if
+// the support of the row is empty, out[row] is not written. `out` has the type of `weight`, or float32.
+void sum_for_rows(const SupportGradient& gradient, const Matrix& weight, const Segments& supports,
+                  const bool* undefined, const Matrix& out, Device& device);
 
-// A token may be in the spans of several rows. For each of these rows, in their order, adds grad * hidden[row] to
+// A token may be in the supports of several rows. For each of these rows, in their order, adds grad * hidden[row] to
 // out[token], and grad to bias_out[token]. `out` has the type of `hidden`, or float32, and may have no
 // columns. bias_out may be null.
-void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
+void add_for_tokens(const SupportGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);
 
 }  // namespace d3s
