@@ -90,6 +90,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "token_rule": "entropy_quantile", "token_scope": "sequence",
     },
     "drop_zeros: got True with token_rule .* False": {"token_rule": "entropy_quantile", "drop_zeros": True},
+    "entropy_from: got 'rollout' with token_rule 'prefix'; takes 'auto'": {
+        "token_rule": "prefix", "tokens": 1.0, "entropy_from": "rollout",
+    },
     "loss_type: got 'cispo' with importance_sampling_level 'entropy_group'; takes 'grpo' or 'bnpo'": {
         "importance_sampling_level": "entropy_group", "loss_type": "cispo",
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ pytest.importorskip("trl")
 from batches import generation_batch
 from tiny_trl import GROUP, PAD, generated, trainer
 
-import d3s_kernels as d3s
 from d3s_kernels.integrations._transformers import without_spread
 from d3s_kernels.integrations.trl.batch import take
 from d3s_kernels.integrations.trl.columns import MayCut, trimmed
@@ -89,14 +87,6 @@ def test_kept_rows_are_whole_and_in_their_order(tools: bool) -> None:
     assert (kept["completion_ids"][kept["completion_mask"] == 0] == PAD).all()
 
 
-def test_widths_are_multiples_where_trl_pads_to_them() -> None:
-    batch = generation_batch(5, prompt=16, completion=32)
-    batch["completion_mask"][:, 20:] = 0
-    kept = trainer(pad_to_multiple_of=8)._keep_rollouts(batch)
-    assert kept["completion_ids"].shape[1] == 24
-    assert kept["prompt_ids"].shape[1] % 8 == 0
-
-
 FOUR_STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
@@ -168,27 +158,6 @@ def test_podss_advantages_are_those_of_the_kept() -> None:
     assert torch.equal(whole, batch["advantages"][marked])
 
 
-def test_podss_advantages_are_normalised_also_where_nothing_is_dropped() -> None:
-    batch = generation_batch(6)
-    batch["advantages"] *= 1e-4  # as TRL's eps leaves them where rewards differ little
-    anew = trainer(rollouts=1.0, advantages_from="kept")._keep_rollouts(dict(batch))["advantages"]
-    every = torch.ones(2, GROUP, dtype=torch.bool)
-    expected = Selection(advantages_from="kept").advantages(batch["advantages"].view(2, GROUP), every)
-    assert torch.equal(anew, expected.flatten())
-    assert anew[:GROUP].abs().mean() > 0.3
-
-
-def test_rollout_without_a_reward_keeps_the_advantage_0() -> None:
-    batch, rewards = generation_batch(6), generation_batch(6)["advantages"].unsqueeze(1)
-    batch["advantages"][3], rewards[3] = 0.0, math.nan  # as TRL leaves it
-    made = trainer(rollouts=1.0, advantages_from="kept")
-    made._rewards = rewards
-    anew = made._keep_rollouts(batch)["advantages"][:GROUP]
-    others = torch.arange(GROUP) != 3
-    assert anew[3] == 0
-    torch.testing.assert_close(anew[others], d3s.group_advantages(rewards[:GROUP, 0][others]))
-
-
 def test_rounding_errors_of_equal_rewards_are_no_advantages() -> None:
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [0.1] * len(completions)
@@ -212,21 +181,6 @@ def test_rounding_errors_are_not_normalised() -> None:
     same = without_spread(rewards[:, None], torch.ones(1), GROUP, separately=False)
     anew = Selection(advantages_from="kept").advantages(advantages, kept, without_spread=same)
     assert not anew.any()
-
-
-def test_the_schedule_moves_the_budget() -> None:
-    made = trainer(rollouts_start=2, rollouts_end=8, token_ratio_start=0.1, token_ratio_end=0.5, max_steps=11)
-    sizes = []
-    for step in (0, 5, 10):
-        made.state.global_step = step
-        sizes.append((len(made._keep_rollouts(generation_batch(7))["advantages"]), made._budget().token_ratio))
-    assert sizes == [(4, 0.1), (10, pytest.approx(0.3)), (16, 0.5)]
-    logged = made._metrics["train"]
-    assert logged["d3s/rollouts_kept"] == [4, 10, 16]
-    assert logged["d3s/rollout_share_asked"] == [2 / 8, 5 / 8, 1]
-    assert logged["d3s/groups_without_spread"] == [0.5] * 3
-    dropped = logged["d3s/tokens_not_forwarded"]
-    assert dropped[0] > dropped[1] > dropped[2] == 0
 
 
 def test_only_groups_with_a_share_of_the_variance() -> None:
