@@ -90,6 +90,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "token_rule": "entropy_quantile", "token_scope": "sequence",
     },
     "drop_zeros: got True with token_rule .* False": {"token_rule": "entropy_quantile", "drop_zeros": True},
+    "token_ratio_start: got 0.4 with token_rule 'prefix'; takes a number in": {"token_rule": "prefix", "tokens": 0.4},
     "entropy_from: got 'rollout' with token_rule 'prefix'; takes 'auto'": {
         "token_rule": "prefix", "tokens": 1.0, "entropy_from": "rollout",
     },
