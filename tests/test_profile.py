@@ -403,9 +403,7 @@ def test_rewards_are_asked_for_as_trl_does() -> None:
         score(lambda **_: [1.0], {"prompt": "p"}, ["a", "b"], [[1], [2]])
 
 
-def test_a_file_of_rewards_uses_what_lies_beside_it(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_file_of_rewards_uses_what_lies_beside_it(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "d3s_test_neighbour.py").write_text("VALUE = 3.0\n")
     (tmp_path / "d3s_test_reward.py").write_text(

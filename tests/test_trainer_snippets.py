@@ -145,38 +145,24 @@ def areal_data(rewards: Tensor) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def check_areal(smaller: list[dict[str, Any]], data: list[dict[str, Any]], kept: Tensor) -> None:
-    pairs = [(group, rows) for group, rows in zip(data, kept, strict=True) if rows.any()]
-    assert len(smaller) == len(pairs)
-    for new, (old, rows) in zip(smaller, pairs, strict=True):
-        assert list(new) == list(old)
-        for name in ("rewards", "input_ids", "loss_mask"):
-            assert torch.equal(new[name], old[name][rows])
-        assert all(new[name] is old[name] for name in ("rl_loss_weight", "images", "table"))
-
-
-def test_areal_rollouts() -> None:
-    rewards = rewards_of_groups()
-    rewards[0] = 1.0  # their advantages of 0 are not among the extremes, so this prompt keeps none
-    data = areal_data(rewards)
-    before = [dict(group) for group in data]
-    kept = reference.select_rollouts(reference.group_advantages(rewards), KEEP)
-    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP)
-    check_areal(smaller, before, kept)
-    assert len(smaller) < GROUPS
-    assert all(untouched[name] is old[name] for old, untouched in zip(before, data, strict=True) for name in old)
-
-
 def areal_rank(ranks: Ranks, seed: int) -> None:
     """Each rank has half of the prompts, and both halves keep the same number of rollouts."""
-    for number in range(4):
-        torch.manual_seed(seed + number)  # the same on all ranks
-        rewards = rewards_of_groups()
-        advantages = reference.group_advantages(rewards).float().view(ranks.size, -1)
-        kept = most_varied(advantages, torch.tensor(KEEP * GROUPS)).view(ranks.size, -1, GROUP)[ranks.rank]
-        assert kept.sum() == KEEP * GROUPS // ranks.size
-        data = areal_data(rewards.chunk(ranks.size)[ranks.rank])
-        check_areal(SNIPPETS["areal_drop_rollouts"](data, KEEP, process_group=ranks.group), data, kept)
+    torch.manual_seed(seed)  # the same on all ranks
+    rewards = rewards_of_groups()
+    rewards[0] = 1.0  # their advantages of 0 are not among the extremes, so this prompt keeps none
+    advantages = reference.group_advantages(rewards).float().view(ranks.size, -1)
+    kept = most_varied(advantages, torch.tensor(KEEP * GROUPS)).view(ranks.size, -1, GROUP)[ranks.rank]
+    assert kept.sum() == KEEP * GROUPS // ranks.size
+    data = areal_data(rewards.chunk(ranks.size)[ranks.rank])
+    before = [dict(group) for group in data]
+    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP, process_group=ranks.group)
+    pairs = [(group, rows) for group, rows in zip(data, kept, strict=True) if rows.any()]
+    assert len(smaller) == len(pairs) == len(data) - (ranks.rank == 0)
+    for new, (old, rows) in zip(smaller, pairs, strict=True):
+        assert list(new) == list(old)
+        assert all(torch.equal(new[name], old[name][rows]) for name in ("rewards", "input_ids", "loss_mask"))
+        assert all(new[name] is old[name] for name in ("rl_loss_weight", "images", "table"))
+    assert all(untouched[name] is old[name] for old, untouched in zip(before, data, strict=True) for name in old)
 
 
 def test_areal_rollouts_of_all_ranks() -> None:

@@ -90,12 +90,6 @@ def test_kept_rows_are_whole_and_in_their_order(tools: bool) -> None:
 FOUR_STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
-def test_rows_are_a_multiple_of_the_steps() -> None:
-    with pytest.warns(UserWarning, match="rollouts_start: got 3"):
-        made = trainer(rollouts=3, **FOUR_STEPS)
-    assert len(made._keep_rollouts(generation_batch(1, rows=GROUP))["advantages"]) == 4
-
-
 LITTLE: dict[str, dict[str, Any]] = {
     "_start: got 3, but 4 of 8 rollouts are kept: a group has 8, and .* multiple of .*, 4": {
         "rollouts": 3,
@@ -116,23 +110,6 @@ def test_enough_to_drop_is_not_remarked_upon(recwarn: pytest.WarningsRecorder) -
     trainer(rollouts_start=4, rollouts_end=8)
     trainer(rollouts_start=1, rollouts_end=1)  # a share of 1 asks for all of them
     assert not [warning for warning in recwarn if "rollouts_" in str(warning.message)]
-
-
-@pytest.mark.parametrize(
-    ("rule", "advantages"),
-    [
-        ("max_variance", [-3.0, -3.0, 1.0, 0.5, 0.25, -0.5, -1.0, 0.75]),
-        ("highest", [-0.1, -0.1, -1.0, -0.5, -0.25, -0.5, -1.0, -0.75]),
-    ],
-)
-def test_a_rollout_without_a_token_in_the_loss_takes_no_place(rule: str, advantages: list[float]) -> None:
-    """mask_truncated_completions leaves such rollouts, here two of each group, often with the lowest reward of all."""
-    batch = generation_batch(5)
-    batch["advantages"] = torch.tensor(advantages * 2)
-    batch["completion_mask"].view(2, GROUP, -1)[:, :2] = 0
-    kept = trainer(rollout_rule=rule)._keep_rollouts(batch)
-    assert len(kept["advantages"]) == 8
-    assert (kept["completion_mask"].sum(dim=1) > 0).all()
 
 
 def test_advantages_of_tokens_are_refused() -> None:

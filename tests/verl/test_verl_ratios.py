@@ -16,7 +16,7 @@ WIDE = [f"actor_rollout_ref.actor.clip_ratio_{side}=1e12" for side in ("low", "h
 
 @pytest.mark.parametrize(("loss", "level", "limit"), [("gspo", "sequence", 10), ("vanilla", "token", 20)])
 def test_ratios_are_those_inside_verls_losses(loss: str, level: Any, limit: float) -> None:
-    """With their clamps, which the first rows reach. With advantages of 1, the loss of a row is minus its mean ratio."""
+    """With their clamps, which the first row reaches. With advantages of 1, a row's loss is minus its mean ratio."""
     batch = make_batch(torch.tensor([12, 1, *torch.randint(2, 12, (4,)).tolist()]), moves=1.0)
     del batch["rollout_is_weights"]
     batch["advantages"] = torch.ones(6, 12)
