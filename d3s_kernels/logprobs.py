@@ -7,11 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments.bundles import ONE
 from ._arguments.checks import checked_mask, require_no_tangent, require_tensors, temperature_argument
 from ._dispatch import ops
 from ._lm_head import op
-from ._lm_head.problem import HeadProblem
+from ._lm_head.problem import checked_problem
 from .support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions, op_arguments
 
 
@@ -198,9 +197,10 @@ def linear_logprob_entropy(
         >>> hidden.grad[0].abs().sum()
         tensor(0.)
     """
-    problem = HeadProblem(
-        hidden, weight, labels, bias, ONE, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes
-    )
-    sampling = SamplingOptions(sampling_mask, label_outside, max_dense_rows)
-    problem = problem.checked(temperature, sampling.of_op, weight_grad_into)
+    problem = checked_problem(
+        hidden, weight, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
+        max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
+        weight_grad_into=weight_grad_into,
+        sampling_mask=SamplingOptions(sampling_mask, label_outside, max_dense_rows).of_op,
+    )  # fmt: skip
     return op.linear_logprob_entropy(problem, op.adding_to(weight_grad_into))

@@ -9,7 +9,7 @@ import pytest
 import d3s_kernels
 from d3s_kernels import distributed
 from d3s_kernels.off_policy import importance_ratio
-from d3s_kernels.selection import loss_weights, metrics, options, selection
+from d3s_kernels.selection import loss_weights, metrics, options, rollouts, selection
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -19,7 +19,7 @@ DOCUMENTED = [
 ]
 ACROSS_RANKS = [f"distributed.{name}" for name in distributed.__all__ if inspect.isfunction(getattr(distributed, name))]
 FOR_TRAINERS = [
-    metrics.selection_metrics, options.rollouts_of, selection.choose_rollouts, selection.in_groups,
+    metrics.selection_metrics, options.rollouts_of, rollouts.choose_rollouts, selection.in_groups,
     importance_ratio.espo_terms, loss_weights.gradient_weights,
 ]  # fmt: skip
 WITH_EXAMPLES = {name: attrgetter(name)(d3s_kernels) for name in [*DOCUMENTED, *ACROSS_RANKS]}

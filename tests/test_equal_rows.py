@@ -10,7 +10,7 @@ from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
 from d3s_kernels import max_variance_select, select_rollouts
-from d3s_kernels.distributed.rollouts import most_varied
+from d3s_kernels._rules.equal_rows import most_varied
 
 sizes = pytest.mark.parametrize("size", SIZES)
 KINDS = ("whole numbers", "binary", "normal", "constant groups", "opposites", "far from 0")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels._dispatch.libraries import registered, schema_of
-from d3s_kernels._lm_head.problem import WHOLE, problem_of
+from d3s_kernels._lm_head.op import arguments_of, problem_of
+from d3s_kernels._lm_head.problem import WHOLE
 from d3s_kernels.check.compare import called
 
 OPS = torch.ops.d3s_kernels
@@ -46,11 +47,11 @@ def test_the_arguments_of_the_head_are_those_of_its_op() -> None:
     tensors = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, dtype=torch.long)
     assert problem_of(*tensors).shard == WHOLE
     schema = schema_of("linear_logprob_entropy").arguments
-    values = dict(zip([argument.name for argument in schema], problem_of(*tensors).arguments(), strict=True))
+    values = dict(zip([argument.name for argument in schema], arguments_of(problem_of(*tensors)), strict=True))
     for argument in schema[3:]:
         default = values[argument.name]
         assert argument.default_value == (6 if default == torch.float32 else default)  # torch's number of float32
-    numbered = problem_of(*tensors, *range(len(schema) - 3 - 1), None).arguments()
+    numbered = arguments_of(problem_of(*tensors, *range(len(schema) - 3 - 1), None))
     assert [*numbered[3:-2]] == [*range(len(schema) - 3 - 2)]
 
 

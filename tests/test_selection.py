@@ -340,7 +340,7 @@ def test_and_by_no_less_than_if_each_rank_had_chosen_alone(
     total = each * ranks
     assert keep * len(advantages) <= total < keep * len(advantages) + ranks
     alone = torch.cat([own[d3s.max_variance_select(own.float(), each)] for own in by_rank])
-    # The choice may lack one exchange's part of the sum: see d3s_kernels/distributed/rollouts.py.
+    # The choice may lack one exchange's part of the sum: see d3s_kernels/_rules/equal_rows.py.
     lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
     assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
 

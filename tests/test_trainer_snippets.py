@@ -16,7 +16,7 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels.distributed.rollouts import most_varied
+from d3s_kernels._rules.equal_rows import most_varied
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -99,24 +99,18 @@ class Tile(NamedTuple):
 NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
 ALL_TOKENS = Tile()
-_Parameter = tuple[Callable[..., Any], dict[str, Any]]
-"""How one parameter of a kernel is made from arguments of the schema, as a pair. The first element is the function that
-makes it, or None if the parameter is a single argument of the schema. The second element has the names and the defaults
-of the arguments.
-"""
 
 
-def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
+def of_schema(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a kernel so that it can be called with the arguments of its op's schema. Each parameter of the kernel is
     made from one or more of these arguments. The type of the parameter's default determines which arguments these are;
-    without a default, the parameter's annotation does. For a parameter that ``parameters`` names, ``parameters``
-    determines them instead.
+    without a default, the parameter's annotation does.
     """
     names: list[str] = []
     defaults: list[Any] = []
     parts: list[tuple[Callable[..., Any] | None, int, slice]] = []
     for name, parameter in signature(kernel).parameters.items():
-        make, arguments = parameters.get(name) or _made_of(name, parameter)
+        make, arguments = _made_of(name, parameter)
         parts.append((make, len(names), slice(len(names), len(names) + len(arguments))))
         names += arguments
         defaults += arguments.values()
@@ -138,6 +132,9 @@ def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[
 
 
 def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Returns the function that makes this parameter of a kernel, or None if the parameter is a single argument of the
+    schema, and the names and the defaults of the arguments.
+    """
     default = parameter.default
     if parameter.annotation in (GradientArguments, GradientArguments.__name__):
         return GradientArguments, dict.fromkeys(GradientArguments._fields, Parameter.empty)

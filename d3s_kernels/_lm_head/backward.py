@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._arguments.bundles import NumberOrTensor
 from .._arguments.checks import is_known
-from .forward import Picked, dense_rows, flat, flat_rows, with_kept_logits
+from .forward import Picked, dense_rows, flat, flat_rows, kept_logits
 from .problem import HeadProblem
 from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
 
@@ -146,12 +146,18 @@ def _with_kept_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds the terms of rows that have a span to ``gradients``, which already has the terms of all other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
-    hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
+    hidden, weight, mask, shard, sampling_mask = (
+        problem.hidden, problem.weight, problem.mask, problem.shard, problem.sampling_mask,
+    )  # fmt: skip
+    offsets = sampling_mask.offsets
     assert offsets is not None
     incoming = incoming.map(lambda values: flat(values, problem.rows))
     with torch._C._AutoDispatchBelowAutograd():  # skips the autograd kernel: Python code that only refuses gradients
-        arguments = with_kept_logits(problem, "kept_logits_backward", **incoming._asdict())
-        grad, rows, tokens, undefined = _op.kept_logits_backward.default(*arguments)
+        grad, rows, tokens, undefined = _op.kept_logits_backward.default(
+            incoming.grad_logprob, incoming.grad_entropy, kept_logits(problem), problem.labels, incoming.entropy,
+            incoming.row_max, incoming.log_sum, len(weight), *problem.temperature, Head.of(problem).softcap, mask,
+            shard.tile_start, *sampling_mask,
+        )  # fmt: skip
     if exceeded is not None:
         undefined.logical_or_(exceeded)
     if wanted.hidden:

@@ -8,7 +8,7 @@ of rows, and the caller gives no bound on this number.
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,12 +90,13 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
     )
 
 
-def with_kept_logits(problem: HeadProblem, op: str, **others: Any) -> list[Any]:
-    """Computes the kept logits, and returns the arguments for an op on these logits. The logits are expanded to
-    ``[rows, kept logits]``: all rows share the same memory.
+def kept_logits(rows: HeadProblem) -> Tensor:
+    """Computes the kept logits of a problem that :func:`flat_rows` returned, expanded to ``[rows, kept logits]``: all
+    rows share the same memory.
     """
-    logits = _op.kept_logits.default(*problem.arguments_for("kept_logits")).expand(problem.rows, -1)
-    return problem.arguments_for(op, logits=logits, kept_of=len(problem.weight), **others)
+    tile_start, mask, sampling_mask = rows.shard.tile_start, rows.mask, rows.sampling_mask
+    logits = Head.of(rows).kept_logits(rows.hidden, rows.labels, tile_start, mask, sampling_mask)
+    return logits.expand(rows.rows, -1)
 
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
@@ -178,11 +179,15 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     """Computes the outputs of rows that have a span. The outputs of other rows are 0."""
     rows = flat_rows(problem)
+    labels, temperature, mask, sampling_mask = rows.labels, rows.temperature, rows.mask, rows.sampling_mask
+    logits, kept_of = kept_logits(rows), len(rows.weight)
     if rows.shard.ranks is None:
-        outputs = _op.logprob_entropy.default(*with_kept_logits(rows, "logprob_entropy"))
+        outputs = _op.logprob_entropy.default(logits, labels, *temperature, mask, *sampling_mask, kept_of)
     else:
         state = no_logits(rows.rows, rows.hidden)
-        _op.softmax_state_.default(*with_kept_logits(rows, "softmax_state_", state=state))
+        _op.softmax_state_.default(
+            state, logits, labels, rows.shard.tile_start, *temperature, mask, *sampling_mask, kept_of
+        )
         outputs = finished(rows.shard, state, rows.labels, rows.mask, rows.temperature)
     return tuple(output.view(problem.labels.shape) for output in outputs)
 

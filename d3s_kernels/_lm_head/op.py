@@ -18,7 +18,7 @@ from .._dispatch.libraries import argument_names, named
 from .._dispatch.registration import Gradient, refuse_unreadable, register_gradient, register_no_second_derivative
 from .backward import INPUTS, Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
-from .problem import HeadProblem, Shard, problem_of
+from .problem import HeadProblem, Shard
 
 _op = torch.ops.d3s_kernels
 _library = torch.library.Library("d3s_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def _with_known_labels(values: dict[str, Any]) -> None:
 
 # ---- linear_logprob_entropy -----------------------------------------------------------------------------------------
 
-# The arguments of the schema: the fields of HeadProblem, and of its Shard.
+# The arguments of the schema: the fields of HeadProblem.
 _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
@@ -49,6 +49,44 @@ _ARGUMENTS = (
     "Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
     "SymInt? max_dense_rows=None, SymInt first_token=0, str? group_name=None"
 )
+
+
+def problem_of(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
+    first_token: int = 0,
+    group_name: str | None = None,
+) -> HeadProblem:
+    """Makes a HeadProblem from the arguments of the op's schema."""
+    return HeadProblem(
+        hidden, weight, labels, bias, NumberOrTensor(temperature, temperature_tensor), logit_softcap, mask, max_rows,
+        max_grad_rows, logits_dtype, workspace_bytes,
+        SamplingArguments(sampling_ids, sampling_offsets, include_label, max_dense_rows),
+        Shard.of(first_token, group_name),
+    )  # fmt: skip
+
+
+def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
+    """Returns the arguments of the op's schema, in its order. :func:`problem_of` is the inverse."""
+    return (
+        problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
+        problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,
+        *problem.sampling_mask, problem.shard.first_token, problem.shard.group_name,
+    )  # fmt: skip
 
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
@@ -115,9 +153,9 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
     functions in ``at_backward``.
     """
     if at_backward is None:
-        logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())
+        logprob, entropy, _, _ = ops.linear_logprob_entropy(*arguments_of(problem))
     else:
-        logprob, entropy, _, _ = _AsksAtBackward.apply(at_backward, *problem.arguments())  # type: ignore[no-untyped-call]
+        logprob, entropy, _, _ = _AsksAtBackward.apply(at_backward, *arguments_of(problem))  # type: ignore[no-untyped-call]
     return logprob, entropy
 
 
@@ -140,7 +178,8 @@ class _AsksAtBackward(torch.autograd.Function):
         gradients: dict[str, Tensor] = {}
         if any(grad is not None for grad in incoming):
             values = _gradient.saved(ctx, ctx.saved_tensors, incoming)
-            problem, max_grad_rows = problem_of(*map(values.get, names)), ctx.at_backward.max_grad_rows()
+            problem = problem_of(**{name: values[name] for name in names})
+            max_grad_rows = ctx.at_backward.max_grad_rows()
             if max_grad_rows is not None:
                 problem = problem._replace(max_grad_rows=max_grad_rows)
             wanted = Wanted(*(needed[name] for name in INPUTS))

@@ -1,19 +1,19 @@
 """The arguments of the LM head's ops as one object, and their checks. The vocabulary may be whole or a shard.
 
-A public function makes a :class:`HeadProblem` and calls its method ``checked``. The fields are then passed to the op as
-arguments, and the op's forward and backward make an equal HeadProblem from these arguments. The arguments of other ops
-are found by name in the fields of the HeadProblem.
+A public function calls :func:`checked_problem`, which returns a complete :class:`HeadProblem`: nothing is added to it
+or replaced in it on the way to ``forward`` and ``backward``. An op has to take tensors and numbers, so ``op.py``
+converts the problem to the op's arguments, and back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
+from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
 from .._arguments.checks import (
     checked_mask,
     is_known,
@@ -26,7 +26,6 @@ from .._arguments.checks import (
     temperature_argument,
 )
 from .._dispatch import ops
-from .._dispatch.libraries import default_arguments, named
 
 if TYPE_CHECKING:
     from .._collectives import Ranks
@@ -57,6 +56,11 @@ class Shard(NamedTuple):
     def group_name(self) -> str | None:
         return None if self.ranks is None else self.ranks.group.group_name
 
+    @property
+    def tile_start(self) -> int | None:
+        """The first token for an op on a tile of the vocabulary, which takes None for the whole vocabulary."""
+        return None if self.ranks is None else self.first_token
+
     def token(self, column: int) -> int:
         return self.first_token + column
 
@@ -81,7 +85,7 @@ WHOLE = Shard()
 
 
 class HeadProblem(NamedTuple):
-    """The arguments of the LM head's ops, in the order of the schema in ``op.py``. The shard is two arguments there."""
+    """The arguments of the LM head's ops. In the schemas in ``op.py``, some fields are several arguments."""
 
     hidden: Tensor
     weight: Tensor
@@ -96,54 +100,6 @@ class HeadProblem(NamedTuple):
     workspace_bytes: int | None = None
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK
     shard: Shard = WHOLE
-
-    def checked(
-        self,
-        temperature: float | Tensor,
-        sampling_arguments: Callable[[Tensor], SamplingArguments],
-        weight_grad_into: Tensor | None,
-    ) -> HeadProblem:
-        """Checks the arguments of a public function, and returns a problem with the arguments of the op. Most arguments
-        of the public function are fields of this problem; the others are the arguments of this method.
-        ``sampling_arguments`` checks the sampling mask, which has to be on the device of the given tensor. Checked here
-        are types, devices, and conditions that no single kernel can check. The op checks shapes and values when it
-        runs: see :meth:`check`.
-        """
-        hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
-        require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
-        require_optional_tensors(hidden, bias=self.bias, weight_grad_into=weight_grad_into)
-        mask = checked_mask(self.mask, hidden)
-        require_no_tangent(**{"hidden": hidden, name: self.weight, "bias": self.bias})
-        require_whole(max_rows=self.max_rows, max_grad_rows=self.max_grad_rows, workspace_bytes=self.workspace_bytes)
-        if self.logit_softcap is not None:
-            require_number(logit_softcap=self.logit_softcap)
-        if not isinstance(self.logits_dtype, torch.dtype):
-            raise TypeError(f"logits_dtype: got {self.logits_dtype!r}; takes a torch.dtype")
-        hidden, weight, bias = operands(hidden, self.weight, self.bias, weight_grad_into, name)
-        of_op = NumberOrTensor(*temperature_argument(temperature, hidden))
-        support = sampling_arguments(hidden)
-        return self._replace(
-            hidden=hidden, weight=weight, bias=bias, temperature=of_op, mask=mask, sampling_mask=support
-        )
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Returns the arguments of the op, in the order of its schema."""
-        return *self._without_shard(), self.shard.first_token, self.shard.group_name
-
-    def _without_shard(self) -> tuple[Any, ...]:
-        return (
-            self.hidden, self.weight, self.labels, self.bias, *self.temperature, self.logit_softcap, self.mask,
-            self.max_rows, self.max_grad_rows, self.logits_dtype, self.workspace_bytes, *self.sampling_mask,
-        )  # fmt: skip
-
-    def arguments_for(self, op: str, **others: Any) -> list[Any]:
-        """Returns the arguments of another op. Each argument is found by name in ``others`` or in this problem. If an
-        argument is in neither, it has the op's default value.
-        """
-        values = named("linear_logprob_entropy", self._without_shard()) | others
-        if self.shard.ranks is not None:  # without ranks, the op's default stands for the whole vocabulary
-            values["first_token"] = self.shard.first_token
-        return [values.get(name, default) for name, default in default_arguments(op).items()]
 
     @property
     def rows(self) -> int:
@@ -243,10 +199,13 @@ class HeadProblem(NamedTuple):
             # The op kept_logits makes these checks later, except for the checks of values, which the host cannot read
             # anyway. With ranks, the checks must be made here, before a rank waits for others.
             return
-        op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
-        state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
-        ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
+        if self.shard.ranks is None:
+            ops.check("logprob_entropy", logits, self.labels, *ONE, self.mask, *self.sampling_mask)
+        else:
+            state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+            first_token = self.shard.tile_start
+            ops.check("softmax_state_", state, logits, self.labels, first_token, *ONE, self.mask, *self.sampling_mask)
 
     def require_memory(self) -> None:
         """Refuses a parameter whose memory has been freed; FSDP, for example, frees it after a module's forward.
@@ -255,8 +214,47 @@ class HeadProblem(NamedTuple):
         _require_memory(self.weight, self.bias)
 
 
-problem_of = of_schema(HeadProblem, shard=(Shard.of, {"first_token": 0, "group_name": None}))
-"""Makes a HeadProblem from the arguments of the op's schema."""
+# ---- the arguments of a public function -----------------------------------------------------------------------------
+
+
+def checked_problem(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_softcap: float | None,
+    mask: Tensor | None,
+    max_rows: int | None,
+    max_grad_rows: int | None,
+    logits_dtype: torch.dtype,
+    workspace_bytes: int | None,
+    weight_grad_into: Tensor | None,
+    sampling_mask: Callable[[Tensor], SamplingArguments],
+    shard: Shard = WHOLE,
+) -> HeadProblem:
+    """Checks the arguments of a public function, and returns the problem. ``sampling_mask`` checks and returns the
+    arguments of the sampling mask, which has to be on the device of the tensor that it gets.
+
+    Checked here are types, devices, and conditions that no single kernel can check. Shapes and values are checked by
+    :meth:`HeadProblem.check`, which the op calls when it runs: a graph that torch.compile has made runs only the op.
+    """
+    name = "weight" if shard.ranks is None else "weight_shard"
+    require_tensors(**{"hidden": hidden, name: weight, "labels": labels})
+    require_optional_tensors(hidden, bias=bias, weight_grad_into=weight_grad_into)
+    mask = checked_mask(mask, hidden)
+    require_no_tangent(**{"hidden": hidden, name: weight, "bias": bias})
+    require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
+    if logit_softcap is not None:
+        require_number(logit_softcap=logit_softcap)
+    if not isinstance(logits_dtype, torch.dtype):
+        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+    hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
+    return HeadProblem(
+        hidden, weight, labels, bias, NumberOrTensor(*temperature_argument(temperature, hidden)), logit_softcap, mask,
+        max_rows, max_grad_rows, logits_dtype, workspace_bytes, sampling_mask(hidden), shard,
+    )  # fmt: skip
 
 
 # ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._arguments.bundles import SamplingArguments
 from .._dispatch import backends
 from .._dispatch.backends import SLICES
 from .problem import HeadProblem
@@ -65,6 +66,15 @@ class Head(NamedTuple):
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
+
+    def kept_logits(
+        self, hidden: Tensor, labels: Tensor, tile_start: int | None, mask: Tensor | None, spans: SamplingArguments
+    ) -> Tensor:
+        """Computes one logit for each id of a sampling mask, then one for each row's label."""
+        logits: Tensor = _op.kept_logits.default(
+            hidden, self.weight, labels, self.bias, self.softcap, mask, tile_start, self.logits_dtype, *spans
+        )
+        return logits
 
     @property
     def gradient_dtype(self) -> torch.dtype:

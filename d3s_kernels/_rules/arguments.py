@@ -186,8 +186,8 @@ def select_rollouts_arguments(
     generator: torch.Generator | None,
     equal_rows: bool,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the op ``max_variance_select``. They are enough for :func:`choose_rollouts` with every
-    rule.
+    """Returns the arguments of the op ``max_variance_select``. They are enough for every rule of
+    :func:`.rules.marked_by_rule`.
     """
     require_tensors(advantages=advantages)
     advantages = integers_as_float32("advantages", advantages)

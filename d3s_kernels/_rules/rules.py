@@ -99,7 +99,7 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
 
 class RolloutRow(NamedTuple):
     # A function that computes scores from the values and a generator; the rule keeps the highest scores. For a rule
-    # without scores, this is None, and choose_rollouts applies the rule.
+    # without scores, this is None, and marked_by_rule applies the rule.
     score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
     draws: bool = False  # whether scores are drawn from the generator
 
@@ -114,7 +114,7 @@ ROLLOUTS = {
 ROLLOUT_RULES = tuple(ROLLOUTS)
 
 
-def choose_rollouts(rule: str, generator: torch.Generator | None, *arguments: Any) -> Tensor:
+def marked_by_rule(rule: str, generator: torch.Generator | None, *arguments: Any) -> Tensor:
     """Marks the rollouts that the rule keeps. ``arguments`` are the arguments of the op ``max_variance_select``."""
     if rule == "max_variance":
         return ops.max_variance_select(*arguments)

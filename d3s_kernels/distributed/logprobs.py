@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as DTensorShard
 
-from .._arguments.bundles import ONE
 from .._arguments.checks import (
     checked_mask,
     no_tensor,
@@ -24,7 +23,7 @@ from .._arguments.checks import (
 from .._collectives import Ranks, ranks_of
 from .._dispatch import ops
 from .._lm_head import op
-from .._lm_head.problem import HeadProblem, Shard
+from .._lm_head.problem import HeadProblem, Shard, checked_problem
 from ..support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions
 from .agreement import agree, asks
 
@@ -241,10 +240,11 @@ def vocab_parallel_linear_logprob_entropy(
     def check() -> HeadProblem:
         shard = Shard(sharded.first_token, sharded.ranks)
         require_readable(hidden=hidden, labels=labels, bias=bias, mask=mask, temperature=temperature)
-        problem = HeadProblem(
-            hidden, sharded.local, labels, bias, ONE, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
-            workspace_bytes, shard=shard,
-        ).checked(temperature, sampling.of_op, into)  # fmt: skip
+        problem = checked_problem(
+            hidden, sharded.local, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
+            max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
+            weight_grad_into=into, sampling_mask=sampling.of_op, shard=shard,
+        )  # fmt: skip
         if not torch.compiler.is_compiling():  # while a graph is traced, values are unknown, and torch checks shapes
             problem.check()
             problem.require_memory()

@@ -14,7 +14,7 @@ from .._rules.arguments import (
     max_variance_arguments,
     select_rollouts_arguments,
 )
-from .._rules.rules import choose_rollouts
+from .._rules.rules import marked_by_rule
 from .._rules.variance import by_variance, checked_rewards, finite_in_groups, require_share, variances
 from .._segments.segments import TOLERANCE
 from .._segments.segments import without_spread as segments_without_spread
@@ -295,7 +295,7 @@ def select_rollouts(
     how many of each a rank keeps. Finding the best choice is as hard as the partition problem, so the choice made here
     is only nearly the best: its sum of squared deviations is at most ``d^2 / (4 k)`` below the largest possible sum.
     Here k is the number of values kept on all ranks, and d is the difference of two values of one rank: see
-    ``d3s_kernels/distributed/rollouts.py``. No more data is sent than without ``equal_rows``.
+    ``d3s_kernels/_rules/equal_rows.py``. No more data is sent than without ``equal_rows``.
 
     Args:
         advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16, float16, bool or
@@ -345,4 +345,4 @@ def select_rollouts(
         layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
         return across_ranks.select_rollouts(advantages, keep, rule, scope, mask, generator, equal_rows, layout)
     arguments = select_rollouts_arguments(advantages, keep, rule, scope, mask, offsets, generator, equal_rows)
-    return choose_rollouts(rule, generator, *arguments)
+    return marked_by_rule(rule, generator, *arguments)

@@ -3,6 +3,7 @@
 """
 
 from .options import SelectionOptions
-from .selection import Selection, choose_rollouts, in_groups
+from .rollouts import choose_rollouts
+from .selection import Selection, in_groups
 
 __all__ = ["Selection", "SelectionOptions", "choose_rollouts", "in_groups"]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels._rules import rules
+from d3s_kernels._rules.equal_rows import most_varied
 from d3s_kernels.check.compare import moved
 from d3s_kernels.check.tolerances import written_arguments
 from d3s_kernels.distributed import tokens as across_ranks
-from d3s_kernels.distributed.rollouts import most_varied
 
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 DRAWS = 3  # of each op's arguments

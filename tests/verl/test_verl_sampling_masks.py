@@ -28,7 +28,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 from verl_world import Workers, compose_config, draw_rewards, make_trainer, put_rollouts, rows_of, run_step
 
 from d3s_kernels.integrations.verl import entropy, head, plugin
-from d3s_kernels.integrations.verl.checks import require_config, require_sets
+from d3s_kernels.integrations.verl.checks import require_config, require_supports
 from d3s_kernels.integrations.verl.head import FusedLinearForPPO
 from d3s_kernels.integrations.verl.sampling_mask import NOTE
 
@@ -248,18 +248,22 @@ def test_rollouts_that_are_cut_lose_their_sets_too(queue: None) -> None:
 def test_a_rollout_without_sets_and_workers_that_do_not_use_them(queue: None) -> None:
     with pytest.raises(ValueError, match=f"sampling_mask_field: got '{FIELD}', which row u._._0 does not have in"):
         a_step(sets_of=None)
-    with pytest.raises(RuntimeError, match="sampling_mask_field: the workers have not used the sets: the entropy of"):
+    with pytest.raises(
+        RuntimeError, match="sampling_mask_field: the workers have not used the supports: the entropy"
+    ):
         a_step(workers=Workers)
 
 
 def test_sets_that_do_not_fit() -> None:
     response, mask = torch.tensor([3, 5, 7]), torch.tensor([0, 1, 1])
-    assert require_sets(FIELD, {"a": ([[], [5, 2], [7]], response, mask)}).tolist() == [0, 2, 1]
-    with pytest.raises(ValueError, match=f"{FIELD}: got 2 sets in row a; takes 3, one for each token of its response"):
-        require_sets(FIELD, {"a": ([[5, 2], [7]], response, mask)})
+    assert require_supports(FIELD, {"a": ([[], [5, 2], [7]], response, mask)}).tolist() == [0, 2, 1]
+    with pytest.raises(
+        ValueError, match=f"{FIELD}: got 2 supports in row a; takes 3, one for each token of its response"
+    ):
+        require_supports(FIELD, {"a": ([[5, 2], [7]], response, mask)})
     for wrong in ([2], []):
-        with pytest.raises(ValueError, match=f"a set of {len(wrong)} ids at token 1 of row a, without the token 5"):
-            require_sets(FIELD, {"a": ([[], wrong, [7]], response, mask)})
+        with pytest.raises(ValueError, match=f"a support of {len(wrong)} ids at token 1 of row a, without the token 5"):
+            require_supports(FIELD, {"a": ([[], wrong, [7]], response, mask)})
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -301,7 +305,7 @@ def test_micro_batches_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"row: got shape \[8\]; takes \[8, T, K\] with T of at least"):
         forward(micro_batch_of(batch, **{NOTE: "row"}), table)
     batch.non_tensor_batch[FIELD][2] = None
-    with pytest.raises(ValueError, match=f"{FIELD}: got 0 sets in row 2; takes"):
+    with pytest.raises(ValueError, match=f"{FIELD}: got 0 supports in row 2; takes"):
         forward(micro_batch_of(batch, **{NOTE: FIELD}), table)
 
 

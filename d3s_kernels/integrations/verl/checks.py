@@ -17,46 +17,46 @@ OPTION = "trainer.v1.d3s_sync.sampling_mask_field"
 FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
-def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Returns the size of each token's set, in one tensor, row after row. The size is 0 where the response mask is 0.
-    ``rows`` maps the key of each row to the row's sets, response and response mask. Raises a ValueError for the first
-    row whose sets do not match its tokens.
+def require_supports(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
+    """Returns the size of each token's support, in one tensor, row after row. The size is 0 where the response mask is
+    0. ``rows`` maps the key of each row to the row's supports, response and response mask. Raises a ValueError for the
+    first row whose supports do not match its tokens.
     """
     sizes: list[int] = []
-    for key, (sets, response, mask) in rows.items():
-        if sets is None:
+    for key, (supports, response, mask) in rows.items():
+        if supports is None:
             raise ValueError(
                 f"{OPTION}: got {field!r}, which row {key} does not have in its extra_fields; takes a rollout that "
-                "puts it there: verl's own servers return no sets (docs/verl.md)"
+                "puts it there: verl's own servers return no supports (docs/verl.md)"
             )
-        if len(sets) != len(response):
-            raise wrong_number(field, key, len(sets), len(response))
-        for place, (token, ids, counts) in enumerate(zip(response.tolist(), sets, mask.tolist(), strict=True)):
+        if len(supports) != len(response):
+            raise wrong_number(field, key, len(supports), len(response))
+        for place, (token, ids, counts) in enumerate(zip(response.tolist(), supports, mask.tolist(), strict=True)):
             if counts and token not in ids:
                 raise ValueError(
-                    f"{field}: got a set of {len(ids)} ids at token {place} of row {key}, without the token {token} "
-                    "that was drawn; takes the sets that the tokens were drawn from"
+                    f"{field}: got a support of {len(ids)} ids at token {place} of row {key}, without the token "
+                    f"{token} that was drawn; takes the supports that the tokens were drawn from"
                 )
             sizes.append(len(ids) if counts else 0)
     return torch.tensor(sizes)
 
 
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
-    """Raises a RuntimeError if the workers computed entropies over more tokens than the sets contain.
+    """Raises a RuntimeError if the workers computed entropies over more tokens than the supports contain.
 
-    A worker without this library silently ignores the sets. The entropy over a set is at most the logarithm of the
-    set's size, so a larger entropy shows that a worker has ignored the set.
+    A worker without this library silently ignores the supports. The entropy over a support is at most the logarithm of
+    the support's size, so a larger entropy shows that a worker has ignored the support.
     """
     excess = (entropy - sizes.log())[sizes > 0]
     if len(excess) and float(excess.max()) > 1e-2:
         raise RuntimeError(
-            f"{OPTION}: the workers have not used the sets: the entropy of a token is {float(excess.max()):.3g} above "
-            "the logarithm of its set's size. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
+            f"{OPTION}: the workers have not used the supports: the entropy of a token is {float(excess.max()):.3g} "
+            "above the logarithm of its support's size. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
         )
 
 
 def require_config(config: Any) -> None:
-    """Raises a ValueError if ``config``, verl's whole configuration, does not allow log-probabilities over sets.
+    """Raises a ValueError if ``config``, verl's whole configuration, does not allow log-probabilities over supports.
 
     The trainer mode calls this if ``sampling_mask_field`` is set. A training loop that sets ``meta_info[NOTE]`` itself
     must also call this function.

@@ -4,7 +4,7 @@
 verl's models with fused kernels pass hidden states and the head's weight to the class ``FusedLinearForPPO``. The
 plug-in replaces this class, the functions that build a model with this class, and the functions that prepare the
 model's micro-batches. Our function for the inputs of a micro-batch tells our head which positions will be read, and
-over which sets their log-probabilities are computed. Our head computes only these positions.
+over which supports their log-probabilities are computed. Our head computes only these positions.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
 
 @dataclass
 class Read:
-    """Tells which positions of a micro-batch will be read, and over which sets their log-probabilities are computed."""
+    """Tells which positions of a micro-batch will be read, and over which supports their log-probabilities are
+    computed.
+    """
 
     mask: Tensor | None = None  # bool: which rows of this process's hidden states are read; None: all rows
     at_most: int | None = None  # an upper bound on the number of rows that are read; None: no bound is known
-    sets: SamplingMask | None = None
+    supports: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None
     """Set only in a policy update. For each packed position: whether the position is in the loss, and its old
     log-probability.
@@ -105,12 +107,13 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
         mask = _of_this_rank(_at(total, places, read), len(labels), engine)
     else:
         mask = _at(width * (len(offsets) - 1), places_of_responses(data, width), read)
-    sets = None
+    supports = None
     if field is not None:
-        sets = sampling_mask_of(data, field, width=width)[0]
-        padding = len(mask) + 1 - len(sets.offsets)  # the number of unread rows at the end, which get empty sets
-        sets = SamplingMask(sets.token_ids, torch.cat([sets.offsets, sets.offsets[-1:].expand(padding)]))
-    return Read(mask, None if in_loss else min(len(read), len(mask)), sets, in_loss_and_old)
+        supports = sampling_mask_of(data, field, width=width)[0]
+        padding = len(mask) + 1 - len(supports.offsets)  # the number of unread rows at the end, which get empty spans
+        offsets = torch.cat([supports.offsets, supports.offsets[-1:].expand(padding)])
+        supports = SamplingMask(supports.token_ids, offsets)
+    return Read(mask, None if in_loss else min(len(read), len(mask)), supports, in_loss_and_old)
 
 
 def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
@@ -149,7 +152,7 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
         return linear_logprob_entropy(
             hidden_states.to(dtype), vocab_weights.to(dtype), input_ids, temperature=temperature,
             mask=None if read.mask is None else read.mask.view(input_ids.shape), max_rows=read.at_most,
-            sampling_mask=read.sets, logits_dtype=dtype_of_logits(read.logits_dtype, dtype),
+            sampling_mask=read.supports, logits_dtype=dtype_of_logits(read.logits_dtype, dtype),
         )  # fmt: skip
 
 
@@ -229,7 +232,7 @@ def _prepare_model_outputs(
     if not ours and tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
         raise ValueError(
             f"{NOTE}: got a micro-batch with it; takes actor_rollout_ref.model.use_fused_kernels=true and "
-            f"{OPTION}={BACKEND}, since only our LM head takes sets"
+            f"{OPTION}={BACKEND}, since only our LM head takes supports"
         )
     outputs = original(engine, output, output_args, micro_batch, logits_processor_func)
     if not ours:

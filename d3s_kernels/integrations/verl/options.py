@@ -26,7 +26,7 @@ Mode = Literal["d3s_sync", "d3s_colocate_async", "d3s_separate_async"]
 
 _FIELD = Takes(
     lambda value: value is None or (isinstance(value, str) and value != ""),
-    "the name of the rows' field that has the sets, or null",
+    "the name of the rows' field that has the supports, or null",
 )
 _VOCABULARY = Takes(lambda value: value is None or whole(2).fits(value), whole(2).words)
 _BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss")
@@ -36,7 +36,7 @@ _BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name
 class D3SOptions(SelectionOptions):
     """The options of our trainer modes: the options of a selection, and ``sampling_mask_field``."""
 
-    sampling_mask_field: str | None = option(None, "the rows' field that has the sets of sampled tokens", _FIELD)
+    sampling_mask_field: str | None = option(None, "the rows' field that has the supports of sampled tokens", _FIELD)
 
 
 @dataclass

@@ -20,15 +20,16 @@ NOTE = "d3s_sampling_mask"
 
 
 def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tuple[SamplingMask, Tensor]:
-    """Returns, for each position of a micro-batch's logits, the set of the token that the position predicts.
+    """Returns, for each position of a micro-batch's logits, the support of the token that the position predicts.
 
-    Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
-    predict a prompt token have no set. A row whose ``response_mask`` is all 0 is one of verl's padding rows: a copy of
-    a real row, but with another response. The mask leaves out padding rows, and their lists of sets are not read.
+    Logits predict the next token, so the supports of a response begin at the last token of its prompt. Positions that
+    predict a prompt token have no support. A row whose ``response_mask`` is all 0 is one of verl's padding rows: a copy
+    of a real row, but with another response. The mask leaves out padding rows, and their lists of supports are not
+    read.
 
     Args:
         data: a micro-batch (TensorDict), as verl passes it to its engines.
-        field: the name of the field that has the rows' sets, or the key of the sets in ``extra_fields``. The sets are
+        field: the name of the field that has the rows' supports, or the key of the supports in ``extra_fields``. It has
             either a list of ids for each response token, or one integer tensor ``[B, T, K]`` for all rows, padded with
             -1.
         width: the sequence length of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as with
@@ -39,7 +40,7 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
         packed logits, or for ``B * width`` rows of padded logits.
 
     Raises:
-        ValueError: there is no such field; the number of a row's sets differs from the number of its response tokens.
+        ValueError: there is no such field; the number of a row's supports differs from that of its response tokens.
 
     Example:
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
@@ -57,26 +58,26 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
             shape = "a nested tensor" if values.is_nested else f"shape {list(values.shape)}"
             raise ValueError(f"{field}: got {shape}; takes [{len(lengths)}, T, K] with T of at least {max(lengths)}")
         tokens = [row * values.shape[1] + torch.arange(length) for row, length in enumerate(lengths)]
-        sets = SamplingMask.from_padded(values).index_select(torch.cat(tokens).to(values.device)).to(device)
+        supports = SamplingMask.from_padded(values).index_select(torch.cat(tokens).to(values.device)).to(device)
     else:
         spans: list[Sequence[int]] = []
         for row, (of_row, length) in enumerate(zip(values, lengths, strict=True)):
             if counted[row] and (of_row is None or len(of_row) != length):
                 raise wrong_number(field, row, 0 if of_row is None else len(of_row), length)
             spans += of_row if counted[row] else [[]] * length
-        sets = SamplingMask.from_lists(spans).to(device)
+        supports = SamplingMask.from_lists(spans).to(device)
 
     places = places_of_responses(data, width)
     rows = len(data["input_ids"].values()) if width is None else width * len(lengths)
-    counts = torch.zeros(rows, dtype=torch.int64, device=device).index_copy(0, places, sets.offsets.diff().long())
+    counts = torch.zeros(rows, dtype=torch.int64, device=device).index_copy(0, places, supports.offsets.diff().long())
     in_response = torch.tensor(counted).repeat_interleave(torch.tensor(lengths)).to(device)
     mask = torch.zeros(rows, dtype=torch.bool, device=device).index_copy(0, places, in_response)
-    return SamplingMask(sets.token_ids, offsets_of(counts)), mask
+    return SamplingMask(supports.token_ids, offsets_of(counts)), mask
 
 
 def field_of(data: Any, field: str) -> Any:
-    """Returns the rows' sets: a tensor, or a list with one entry for each row, where None stands for a row without
-    sets.
+    """Returns the rows' supports: a tensor, or a list with one entry for each row, where None stands for a row without
+    supports.
     """
     if field in data:
         values = data[field]
@@ -122,6 +123,6 @@ def places_of_responses(data: Any, width: int | None = None) -> Tensor:
 
 def wrong_number(field: str, row: Any, given: int, takes: int) -> ValueError:
     return ValueError(
-        f"{field}: got {given} sets in row {row}; takes {takes}, one for each token of its response, with an empty one "
-        "for a token that the model has not drawn"
+        f"{field}: got {given} supports in row {row}; takes {takes}, one for each token of its response, with an empty "
+        "one for a token that the model has not drawn"
     )

@@ -42,7 +42,7 @@ from ...selection.schedule import Budget, progress_of
 from ...selection.selection import Selection, in_groups
 from ...tokens.random_prefixes import Prefixes
 from ...tokens.shared_tokens import shared_tokens
-from .checks import require_config, require_head, require_sets, require_used
+from .checks import require_config, require_head, require_supports, require_used
 from .cuts import FIELDS, WEIGHED, WEIGHT, Plan, plan_of, refusals, shortened
 from .options import POLICY_LOSS, D3SOptions, Mode
 from .rows import rows_of_an_update, sessions
@@ -141,8 +141,8 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
             raise RuntimeError(f"{self.mode}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute the old log-probabilities. With sampling masks, checks the sets before verl's computation,
-        and the entropies after it.
+        """Lets verl compute the old log-probabilities. With sampling masks, checks the supports before verl's
+        computation, and the entropies after it.
         """
         field = self.d3s.sampling_mask_field
         if field is None:
@@ -151,9 +151,9 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         rows: dict[str, Any] = {"keys": keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["extra_fields", "responses", "response_mask"], **rows)
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
-        sizes = require_sets(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
+        sizes = require_supports(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
         of_sets = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        # The probability mass of the sets is not recorded here, so the metric of this mass is NaN and is left out.
+        # The probability mass of the supports is not recorded here, so the metric of this mass is NaN and is left out.
         metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
@@ -411,11 +411,11 @@ def _require(config: Any, options: D3SOptions, mode: Mode) -> None:
     bypass, weighs_by = correction.get("bypass_mode", False), correction.get("rollout_is")
     reads_log_probs = rule != "none" and not config.actor_rollout_ref.rollout.calculate_log_probs
     has_gradient = options.loss_denominator == "all" and not cuts and loss in _NOT_SILENT_AT_ADVANTAGE_0
-    sets, skips = options.sampling_mask_field, OmegaConf.select(config, "skip.rollout_tq.enable")
+    supports, skips = options.sampling_mask_field, OmegaConf.select(config, "skip.rollout_tq.enable")
     for refused, key, value, takes in (
         (
-            sets and mode != "d3s_sync", f"{section}.sampling_mask_field", sets,
-            "null: verl's client of interrupted rollouts drops the sets",
+            supports and mode != "d3s_sync", f"{section}.sampling_mask_field", supports,
+            "null: verl's client of interrupted rollouts drops the supports",
         ),
         (  # verl would read the number of local updates from the section of our mode
             skips and mode == "d3s_separate_async", "skip.rollout_tq.enable", skips, "False",
