@@ -134,6 +134,8 @@ def test_a_profile_and_its_plan(command: Command, out: Path, capsys: Any) -> Non
     assert plan_rollouts(successes, samples).phase.shape == (QUERIES,)
     never, always = (successes == 0).sum(), (successes == 8).sum()
     assert f"{QUERIES} queries, {never} never solved, {always} always" in capsys.readouterr().out
+    assert main(command(seed=1, out=out.with_name("other.jsonl"))) == 0
+    assert records(out.with_name("other.jsonl")) != found
 
 
 def test_interrupted_and_resumed(command: Command, out: Path, monkeypatch: Any, capsys: Any) -> None:

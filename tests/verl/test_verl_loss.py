@@ -12,6 +12,8 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl_losses import POLICY_LOSS, TARGET, actor_config, gradient, make_batch, options
 
+from d3s_kernels import select_tokens
+
 
 def a_batch(rows: int = 6) -> dict[str, Tensor]:
     """Ratios stay inside verl's clipping, so every token that counts has a gradient other than zero."""
@@ -25,6 +27,14 @@ def top_tokens(batch: dict[str, Tensor], ratio: float) -> Tensor:
     mask = torch.zeros(score.numel(), dtype=torch.bool)
     mask[score.flatten().sort(descending=True, stable=True).indices[:count]] = True
     return mask.view_as(score)
+
+
+def test_the_rule_is_the_option() -> None:
+    batch, rule = a_batch(), "entropy_quantile"
+    surprisal, mask = -batch["old_log_prob"], batch["response_mask"]
+    kept = select_tokens(surprisal, batch["advantages"], 0.3, rule=rule, mask=mask).mask
+    _, found = gradient("d3s", batch, actor_config(*options("d3s", token_ratio=0.3, token_rule=rule)))
+    assert torch.equal(found != 0, kept)
 
 
 BASES = [

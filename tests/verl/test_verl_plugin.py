@@ -127,6 +127,13 @@ print(any(ours()))
     assert found.stdout.split() == ["9", "True", "False", "True", "9", "False"], found.stderr
 
 
+@pytest.mark.slow("what is said to who imports a part of ours before verl")
+def test_a_part_that_was_imported_before_verl_is_said(tmp_path: Path) -> None:
+    found = run("from d3s_kernels.integrations.verl import head", tmp_path)
+    assert "impl_backend=d3s is not available" in found.stderr
+    assert "import verl first" in found.stderr
+
+
 def test_another_verl_is_refused_unless_it_is_tried(tmp_path: Path) -> None:
     code = """
 import importlib.metadata

@@ -241,6 +241,16 @@ def test_workers_that_do_not_weigh_the_kl_loss_are_found_out(queue: None, monkey
         Run(PREFIX, OTHERS[0])
 
 
+def test_zeros_can_be_dropped(queue: None) -> None:
+    """A rollout with advantage 0 keeps one token of its response, which has no gradient."""
+    run = Run(PREFIX, f"{D3S}.drop_zeros=true", rewards={"u0": [0.0, 1.0, 0.5, 0.5], "u1": [0.0, 1.0, 0.0, 0.5]})
+    for key in ("u0_2_0", "u0_3_0"):
+        assert run.lengths["update"][key] == 1
+        assert not run.gradients[key].any()
+    assert max(run.lengths["old"][key] for key in ("u0_2_0", "u0_3_0")) > 1
+    assert all(run.gradients[key].any() for key in ("u0_0_0", "u1_3_0"))
+
+
 def test_a_row_is_shortened_in_all_of_its_fields() -> None:
     row: dict[str, Any] = {
         "prompts": torch.arange(2), "responses": torch.arange(4), "response_mask": torch.tensor([0, 1, 1, 1]),

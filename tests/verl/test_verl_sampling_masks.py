@@ -248,9 +248,7 @@ def test_rollouts_that_are_cut_lose_their_sets_too(queue: None) -> None:
 def test_a_rollout_without_sets_and_workers_that_do_not_use_them(queue: None) -> None:
     with pytest.raises(ValueError, match=f"sampling_mask_field: got '{FIELD}', which row u._._0 does not have in"):
         a_step(sets_of=None)
-    with pytest.raises(
-        RuntimeError, match="sampling_mask_field: the workers have not used the supports: the entropy"
-    ):
+    with pytest.raises(RuntimeError, match="sampling_mask_field: the workers have not used the supports: the entropy"):
         a_step(workers=Workers)
 
 

@@ -335,6 +335,24 @@ def test_rows_in_any_order_of_groups_of_any_size(queue: None) -> None:
     assert trainer._advantages == {key: advantages[key] for key in expected}
 
 
+def test_zeros_can_be_dropped(queue: None) -> None:
+    """In the group of 4 with one winner all tokens are kept. Groups without a spread have no token that counts."""
+    rewards = {f"u{group}": [0.0, 0.0, 0.0, 1.0] if group == 3 else [1.0] * 4 for group in range(6)}
+    overrides = f"{D3S}.drop_zeros=true", f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0"
+    _, batch, _ = a_step(rewards, *overrides)
+    for key, row in rows_of(batch, "response_mask").items():
+        assert row["response_mask"][1:].bool().unique().tolist() == [key.startswith("u3")]
+
+
+def test_groups_with_a_share_of_the_variance(queue: None) -> None:
+    """Two groups of six vary most, and keep half of their rollouts."""
+    rewards = {f"u{group}": [0.0, 0.0, 1.0, 1.0 if group in (1, 4) else 0.0] for group in range(6)}
+    _, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.group_variance_mass=0.4")
+    assert {key.split("_")[0] for key in batch.keys} == {"u1", "u4"}
+    assert metrics["d3s/rollouts_kept"] == 4
+    assert metrics["d3s/groups_kept"] == pytest.approx(1 / 3)
+
+
 def test_where_no_group_has_a_spread_there_is_no_gradient_and_no_division_by_0(queue: None) -> None:
     rewards = {f"u{group}": [1.0] * 4 for group in range(6)}
     trainer, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros=true")
