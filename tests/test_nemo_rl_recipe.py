@@ -216,8 +216,6 @@ def test_ranks_that_share_the_vocabulary_choose_as_one() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({}, {"token_ratio_start": 0}, r"token_ratio_start: got 0; takes a number in \(0, 1\]"),
-        ({}, {"token_ratios": 0.2}, "token_ratios: got 0.2, but it is no option"),
         ({}, {"token_ratio_end": 0.5}, "token_ratio_end: got 0.5; takes token_ratio_start, 0.3, since a loss"),
         ({}, {"loss_denominator": "kept"}, "loss_denominator: got 'kept'; takes 'all'"),
         ({}, {"drop_shared_tokens": True}, "drop_shared_tokens: got True; takes false"),
@@ -226,7 +224,6 @@ def test_ranks_that_share_the_vocabulary_choose_as_one() -> None:
         ({"fused": True, "megatron": True}, {}, "use_fused_linear_logprobs, fuse_loss: got True; takes false"),
         ({"fuse_loss": True}, {"token_scope": "sequence"}, "use_fused_linear_logprobs, fuse_loss: got True"),
         ({"top_k": 20}, {}, r"generation.top_k and top_p: got \(20, 1.0\); takes null and 1.0"),
-        ({"top_p": 0.9}, {}, r"generation.top_k and top_p: got \(None, 0.9\); takes null and 1.0"),
         ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1"),
         ({"tensor_parallel": 2}, {"token_rule": "random"}, "token_rule: got 'random'; takes another with tensor"),
         ({"tensor_parallel": 2}, {"token_rule": "prefix", "ratio": 0.5}, "token_rule: got 'prefix'; takes another"),
@@ -268,7 +265,6 @@ def test_the_update_gets_the_kept_rollouts() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((6, 3), {"rollouts_start": 1.5}, r"rollouts_start: got 1\.5; takes a share"),
         ((6, 3), {"rollouts_end": 3}, "rollouts_end: got 3; takes rollouts_start, which is 2"),
         ((6, 3), {"advantages_from": "kept"}, "advantages_from: got 'kept'; takes 'all'"),
         ((5, 3), {}, "group_size: got 5; takes a divisor of 18"),

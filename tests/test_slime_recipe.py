@@ -137,7 +137,6 @@ def test_groups_of_other_sizes_and_rollouts_of_several_samples(hooks: ModuleType
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"d3s_rollouts_start": 1.5}, r"d3s_rollouts_start: got 1\.5; takes a share"),
         ({"d3s_rollouts_end": 3}, "d3s_rollouts_end: got 3; takes d3s_rollouts_start, which is 2: steps have a fixed"),
         ({"d3s_rolouts": 8}, "d3s_rolouts: got 8, but it is no option; the options are d3s_rollouts_start, "),
         ({"advantage_estimator": "ppo"}, r"advantage_estimator: got 'ppo'; takes one of \('grpo', 'gspo'"),
@@ -151,10 +150,7 @@ def test_a_choice_of_rollouts_is_refused(hooks: ModuleType, options: dict[str, A
         hooks.keep_rollouts(arguments(**options), groups_of(spread_rewards().tolist()))
 
 
-def test_steps_of_any_size_are_taken_in_miles_and_hooks_alone_are_refused(hooks: ModuleType) -> None:
-    data = groups_of(spread_rewards().tolist())
-    hooks.keep_rollouts(arguments(global_batch_size=5, use_dynamic_global_batch_size=True), data)
-    assert sum(map(len, data)) == 8
+def test_the_hook_for_rewards_is_refused_without_the_filter(hooks: ModuleType) -> None:
     for path, message in (
         (None, r"rollout_sample_filter_path: got None; takes d3s_slime\.keep_rollouts"),
         ("d3s_slime.keep_rollouts", r"rollout_function_path: got 'my\.rollouts'; takes one that calls the sample"),
@@ -226,6 +222,12 @@ def test_tokens_that_are_not_chosen_have_the_advantage_0(hooks: ModuleType, mile
         torch.testing.assert_close(found, advantages * kept)
         assert metrics == {"loss": 1.0, "d3s/token_share": kept.sum()}
     assert all(data[name] is before[name] for name in before)  # a recomputed loss starts from the same batch
+    args = arguments(d3s_token_ratio_start=0.1, d3s_token_ratio_end=0.9)
+    for step, number in ((0, 2), (5, 8), (9, 12)):  # of 13 tokens: 0.1, 0.1 + 0.8 * 5 / 9, and 0.9 of them, rounded up
+        hooks.choose_tokens(args, step, given := with_entropy(data, rows))
+        miles.start_step(args, step, 0, [], None, None)  # as train_one_step calls it
+        _, metrics = miles.token_loss(args, data, logits, Tensor.sum)
+        assert round(13 * float(given["d3s/token_share"])) == metrics["d3s/token_share"] == number
 
 
 HALF = {"d3s_token_ratio_start": 0.5, "d3s_token_ratio_end": 0.5}
@@ -260,7 +262,6 @@ TWO = SimpleNamespace(size=lambda: 2)
 @pytest.mark.parametrize(
     ("options", "ranks", "message"),
     [
-        ({"d3s_token_ratio_start": 0}, (), r"d3s_token_ratio_start: got 0; takes a number in \(0, 1\]"),
         ({"d3s_token_ratio_end": 0.5}, (), r"d3s_token_ratio_end: got 0\.5; takes 0\.25, unless start_step is called"),
         ({"d3s_loss_denominator": "kept"}, (), "d3s_loss_denominator: got 'kept'; takes 'all'"),
         ({"d3s_drop_shared_tokens": True}, (), "d3s_drop_shared_tokens: got True; takes false"),
@@ -288,18 +289,6 @@ def test_slime_without_entropies_is_refused_where_there_is_a_loss(hooks: ModuleT
         hooks.choose_tokens(arguments(loss_type="policy_loss"), 0, batch_of()[0])
     with installed(of_megatron(None, 0, None, last_stage=False)):  # a stage of the pipeline without a loss
         hooks.choose_tokens(arguments(use_rollout_entropy=False), 0, {})
-
-
-def test_the_share_of_tokens_follows_the_schedule(hooks: ModuleType, miles: ModuleType) -> None:
-    args, found = arguments(d3s_token_ratio_start=0.1, d3s_token_ratio_end=0.9), []
-    for rollout_id in (0, 5, 9):
-        data, logits, rows = batch_of()
-        miles.start_step(args, rollout_id, 0, [], None, None)  # as train_one_step calls it
-        _, metrics = miles.token_loss(args, data, logits, Tensor.sum)
-        given = with_entropy(data, rows)
-        hooks.choose_tokens(args, rollout_id, given)
-        found.append((round(13 * float(given["d3s/token_share"])), int(metrics["d3s/token_share"])))
-    assert found == [(2, 2), (8, 8), (12, 12)]  # of 13 tokens: 0.1, 0.1 + 0.8 * 5 / 9, and 0.9 of them, rounded up
 
 
 def tokens_rank(ranks: Ranks, seed: int) -> None:
