@@ -16,7 +16,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
 from ranks import world
 from tensordict import TensorDict
-from test_verl_sampling_masks import FIELD, FUSED, NOTE, Sets, make_batch, micro_batch_of
+from test_verl_sampling_masks import FUSED, Sets, make_batch, micro_batch_of
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -26,7 +26,6 @@ from verl_losses import actor_config
 from verl_world import make_trainer
 
 from d3s_kernels.integrations.verl import head
-from d3s_kernels.integrations.verl.sampling_mask import sampling_mask_of
 from d3s_kernels.logprobs import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
@@ -143,28 +142,6 @@ def test_an_update_computes_the_tokens_of_the_loss(loss_mode: str, monkeypatch: 
     outside = batch.batch["attention_mask"][:, 4:].bool() & ~mask
     log_probs = no_padding_2_padding(results["log_probs"], data)
     torch.testing.assert_close(log_probs[outside], batch.batch["old_log_probs"][outside])
-
-
-@PACKED
-def test_sampling_masks_through_the_head(packed: bool) -> None:
-    """Results and gradients are those of verl's own way over logits that are low outside the sets."""
-    data, batch, _ = a_micro_batch(packed, **{NOTE: FIELD})
-    width = None if packed else int(data["input_ids"].offsets().diff().max())
-    sets = sampling_mask_of(data, FIELD, width=width)[0].to_lists()
-    mask = batch.batch["response_mask"].bool()
-    weights = torch.randn(2, *mask.shape) * mask
-
-    def lower(module: Any, given: Any, logits: Tensor) -> Tensor:
-        outside = torch.zeros(logits.shape[:-1].numel(), VOCABULARY, dtype=torch.bool)
-        for row, kept in enumerate(sets):
-            outside[row] = torch.tensor([bool(kept) and token not in kept for token in range(VOCABULARY)])
-        return logits.masked_fill(outside.view_as(logits), -1e4)
-
-    dense = make_model(None)
-    dense.lm_head.register_forward_hook(lower)
-    without_sets = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=False)
-    theirs = found_with("torch", dense, without_sets, weighed(weights))
-    assert_alike(theirs, found_with("d3s", make_model("d3s"), data, weighed(weights)), mask)
 
 
 OTHER_LOSSES: dict[str, Any] = {
