@@ -205,9 +205,10 @@ def test_the_line_of_the_advantage_alone() -> None:
 def test_gtpo_leaves_out_what_right_responses_share() -> None:
     values = names_of_tokens() | {"token_ids": torch.randint(3, (6, 40))}
     values["groups_of_advantages"] = torch.tensor([[1.0, -1.0], [-2.0, 0.5], [-1.0, -1.0]])
-    mask = values["mask"]
-    shared = reference.shared_tokens(values["token_ids"], values["groups_of_advantages"], mask)
-    assert shared.any()
+    mask, ids = values["mask"], values["token_ids"]
+    mask[1], ids[1] = mask[0], ids[0]  # a wrong response that is the right one, word for word
+    shared = reference.shared_tokens(ids, values["groups_of_advantages"], mask)
+    assert shared.sum() >= mask[1].sum()
     assert run("GTPO", values).equal(mask & ~shared)
 
 
