@@ -28,7 +28,7 @@ def rows_of(script: str, folder: Path, *options: str) -> list[list[str]]:
 
 
 def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
-    first, *_, last = rows_of("own_loop.py", tmp_path, "--steps", "22")
+    first, *_, last = rows_of("own_loop.py", tmp_path, "--steps", "24")
     assert float(first[1]) < 0.2
     assert float(last[1]) > 0.25
     assert (first[2:], last[2], last[4]) == (["4/16", "100%", "20%"], "12/16", "50%")
