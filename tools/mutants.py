@@ -758,7 +758,7 @@ MUTANTS = (
         "d3s_kernels/integrations/trl/columns.py",
         "MayCut(prompts=config.model_type in RELATIVE,",
         "MayCut(prompts=True,",
-        "tests/trainers/test_trl_micro_batches.py",
+        "tests/trainers/test_trl_columns.py",
     ),
     Mutant(
         "micro_batches: the bound is not the smallest",
