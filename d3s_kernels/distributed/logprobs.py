@@ -132,7 +132,7 @@ def vocab_parallel_logprob_entropy(
     arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
     if asks():
         _require_one_vocabulary(sharded, labels, sampling_mask)
-    logprob, entropy, _, _ = ops.vocab_parallel_logprob_entropy(*arguments)
+    logprob, entropy, _, _ = op.vocab_parallel_logprob_entropy(*arguments)
     return logprob, entropy
 
 

@@ -365,7 +365,7 @@ def test_head_computes_kept_positions_once(made: AsyncGRPOTrainer, monkeypatch: 
     made.compute_loss(made.model, micro_batch(made)).backward()
     ((head, forward),) = rows
     assert forward == 3 + 8  # 32 terms; the last token of each sample follows one of its own
-    assert head.kept.value() == 3 + 2  # 8 terms, of the two samples with the largest |A|
+    assert head.kept.number.value() == 3 + 2  # 8 terms, of the two samples with the largest |A|
 
 
 # ---- the window ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from test_trl_gradient import with_old_policy
 from tiny_trl import VOCABULARY, model, trainer
 from transformers import Qwen2Config
 
-from d3s_kernels.integrations.trl.tokens import as_espo
+from d3s_kernels.integrations.trl.espo import as_espo
 
 ALPHA = 0.1  # so wide that only some ratios are out of range
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}

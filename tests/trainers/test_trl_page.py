@@ -51,9 +51,9 @@ def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any
     seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
 
-    def spy(kept: torch.Tensor, mask: torch.Tensor, entropy: torch.Tensor, *more: torch.Tensor) -> Any:
-        batch, rows = made._loss_inputs, {}
-        values = batch["completion_ids"], kept, mask, entropy
+    def spy(batch: Any, chosen: Any, mask: torch.Tensor, entropy: torch.Tensor, *more: torch.Tensor) -> Any:
+        rows: dict[int, list[Token]] = {}
+        values = batch["completion_ids"], chosen.kept, mask, entropy
         for row, place in enumerate(batch["d3s_rollout"].tolist() if "d3s_rollout" in batch else []):
             weight = abs(float(batch["advantages"][row]))
             rows[place] = [
@@ -62,7 +62,7 @@ def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any
                 if counts
             ]
         seen.append(rows)
-        return log(kept, mask, entropy, *more)
+        return log(batch, chosen, mask, entropy, *more)
 
     made._log_tokens = spy
     made.train()

@@ -48,7 +48,7 @@ def test_the_table_of_completions_has_the_rows_of_the_batch(tmp_path: Path, monk
         return none_for_even_prompts(prompts, completion_ids)
 
     made, batches = made_with(8, reward_funcs=reward, log_completions=True, output_dir=str(tmp_path), max_steps=2), []
-    looked_at(monkeypatch, made, "_keep_rollouts", lambda _, batch: batches.append(batch))
+    looked_at(monkeypatch, made, "_keep_rollouts", lambda _, batch, *__: batches.append(batch))
     made.train()
     refills = 0
     for step, batch in enumerate(batches, 1):

@@ -166,8 +166,8 @@ def test_only_groups_with_a_share_of_the_variance() -> None:
     with pytest.raises(ValueError, match="rewards: got None with group_variance_mass"):
         made._keep_rollouts(dict(batch))
     apart = torch.linspace(-1, 1, GROUP)
-    made._rewards = torch.stack([torch.cat([apart, apart]), torch.cat([-apart, apart])], dim=1)
-    kept = made._keep_rollouts(dict(batch))
+    rewards = torch.stack([torch.cat([apart, apart]), torch.cat([-apart, apart])], dim=1)
+    kept = made._keep_rollouts(dict(batch), rewards)
     assert torch.equal(kept["advantages"], batch["advantages"][GROUP:])
     assert torch.equal(kept["prompt_ids"], batch["prompt_ids"][GROUP:, -kept["prompt_ids"].shape[1] :])
     logged = made._metrics["train"]

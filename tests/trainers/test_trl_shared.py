@@ -61,6 +61,7 @@ def test_they_get_no_gradient(loss_type: str, denominator: str) -> None:
     made = trainer(policy=policy, loss_type=loss_type, loss_denominator="all", **ALL)
     batch = made._keep_rollouts(alike())
     batch["d3s_kept"], batch["d3s_threshold"] = batch["completion_mask"].bool() & ~shared, torch.zeros(())
+    batch["d3s_weight"] = torch.ones(())
     batch["d3s_entropy"], batch["d3s_trusted"] = torch.zeros(shared.shape), batch["completion_mask"].bool()
     assert_same_gradient(found[0], loss_and_gradients(made, batch)[1])
 

@@ -211,7 +211,7 @@ def followed(made: Any, some: dict[str, Any], made_up: MadeUp, patch: pytest.Mon
 
     patch.setattr(grpo_trainer, "shuffle_sequence_dict", shuffled)
     made.compute_loss, made.model.forward = computed, watched
-    made._log_tokens = lambda *parts: kept.append(parts[0]) or log_tokens(*parts)
+    made._log_tokens = lambda *parts: kept.append(parts[1].kept) or log_tokens(*parts)
     with suppress(Unsure):
         made.train()
     return oracle.checked

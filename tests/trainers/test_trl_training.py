@@ -19,7 +19,7 @@ from d3s_kernels._lm_head import backward
 from d3s_kernels.integrations import trl as integration
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl import trainer as module
-from d3s_kernels.integrations.trl.scoring import Passes
+from d3s_kernels.integrations.trl.step import Generating, Passes
 from d3s_kernels.selection.metrics import NAMES, PADDING_NAMES
 
 LOGGED = {*NAMES, *PADDING_NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"} - {"d3s/flops_saved"}
@@ -50,7 +50,7 @@ def test_the_count_of_tokens_is_that_of_the_run(saved: str, tmp_path: Path) -> N
 
     made = trainer(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **options)
     tokens, log = [], made._log_tokens
-    made._log_tokens = lambda kept, *more: tokens.append(int(kept.sum())) or log(kept, *more)
+    made._log_tokens = lambda batch, chosen, *more: tokens.append(int(chosen.kept.sum())) or log(batch, chosen, *more)
     made.train()
     assert counted(made) == sum(tokens) > 0
     resumed = trainer(**options)
@@ -152,12 +152,12 @@ def test_what_is_dropped_is_never_computed(
     made = trainer(policy=saved, max_steps=1, **options)
     made_rows, kept_rows, kept_tokens, in_backward, valid = [], [], [], [], []
 
-    def keep(kept: Any, batch: Any) -> None:
+    def keep(kept: Any, batch: Any, _: Any) -> None:
         made_rows.extend(without_padding(texts(batch)))
         kept_rows.extend(without_padding(texts(kept)))
 
-    def log(_: Any, kept: Tensor, mask: Tensor, *more: Any) -> None:
-        kept_tokens.append(made._loss_inputs["completion_ids"][kept].tolist())
+    def log(_: Any, batch: Any, chosen: Any, mask: Tensor, *more: Any) -> None:
+        kept_tokens.append(batch["completion_ids"][chosen.kept].tolist())
         valid.append(int(mask.sum()))
 
     looked_at(monkeypatch, made, "_keep_rollouts", keep)
@@ -242,10 +242,9 @@ def test_vllms_correction_needs_the_old_policy_at_once() -> None:
     made.use_vllm = True
     assert made.vllm_importance_sampling_correction
     assert made._pass_names() == ["old_per_token_logps"]
-    made._passes = passes = Passes(made._pass_names())
-    batch = generation_batch(4)
-    logprob = made._score(made.model, batch)[0]
-    made._passes = None
+    passes, batch = Passes(made._pass_names()), generation_batch(4)
+    with made._within(Generating(passes)):
+        logprob = made._score(made.model, batch)[0]
     expected, entropy, _ = made._score(made.model, batch, compute_entropy=True)
     torch.testing.assert_close(logprob, expected)
     torch.testing.assert_close(passes.entropy, entropy)
