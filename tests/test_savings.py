@@ -136,8 +136,8 @@ def test_the_trainer_forwards_what_is_counted(choice: str, passes: str, monkeypa
     made.rollout_func, made.use_vllm, made._last_loaded_step = lambda *_: drawn, passes == "vllm", 0
     seen: list[dict[str, torch.Tensor]] = [{"advantages": torch.zeros(16)}]
     if choice != TRL:
-        looked_at(monkeypatch, made, "_keep_rollouts", lambda _, batch: seen.append(batch))
-        looked_at(monkeypatch, made, "_choose_tokens_of_batch", lambda _, batch: seen.append(batch))
+        looked_at(monkeypatch, made, "_keep_rollouts", lambda _, batch, *more: seen.append(batch))
+        looked_at(monkeypatch, made, "_choose_tokens_of_batch", lambda _, batch, *more: seen.append(batch))
     with forwards(made.model) as calls:
         for step in range(4):
             made._step = step
