@@ -1,17 +1,19 @@
-"""group_advantages, max_variance_select, select_rollouts: each rank gets its part of the result of one process."""
+"""Rollouts over the ranks of a process group: what is sent, what draws at random, and what is refused.
+
+test_across_ranks.py shows that each rank gets its part of the result of one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import DTYPES, INF, NAN, assert_same_bits, random_generator, rounds
-from ranks import SIZES, Ranks, pieces_of, world
+from helpers import assert_same_bits, random_generator
+from ranks import SIZES, Ranks, world
 from torch import Tensor
-from torch.nn.functional import pad
 from traffic import counted
 
 import d3s_kernels
@@ -24,163 +26,20 @@ sizes = pytest.mark.parametrize("size", SIZES)
 SCALES, SCOPES = ("group", "batch", "none"), ("batch", "group")
 
 
-def choose(options: tuple, generator: torch.Generator) -> Any:
-    return options[int(torch.randint(len(options), (), generator=generator))]
-
-
-class Batch(NamedTuple):
-    """The rollouts of all ranks, and how they are distributed."""
-
-    values: Tensor
-    offsets: Tensor | None  # of all ranks
-    mask: Tensor | None
-    pieces: list[int]  # lengths along the first dimension
-    placement: str
-    own_offsets: list[Tensor] | None  # where each group is whole on its rank
-
-    def own(self, tensor: Tensor, rank: int) -> Tensor:
-        return tensor.split(self.pieces)[rank]
-
-    def options(self, rank: int) -> dict[str, Any]:
-        offsets = self.own_offsets[rank] if self.own_offsets is not None else self.offsets
-        return {"offsets": offsets, "placement": self.placement}
-
-    def of(self, rank: int) -> dict[str, Any]:
-        return {"mask": None if self.mask is None else self.own(self.mask, rank)} | self.options(rank)
-
-
-def random_values(shape: tuple[int, ...], special: bool, generator: torch.Generator) -> Tensor:
-    """Values with ties, groups of equal rewards and NaN; with infinities where `special` is set. Those of one kind are
-    equal up to rounding in half precision alone."""
-    kind = choose(("normal", "few", "far", "equal", "rounded"), generator)
-    values = torch.randn(shape, generator=generator)
-    if kind == "few":
-        values = values.round().clamp(-1, 1) * choose((1.0, -1.0), generator)  # has -0 as well
-    elif kind == "far":
-        values += 1000
-    elif kind == "equal":
-        values = (values > 1).float()
-    elif kind == "rounded":
-        values = 1 - (values > 0) * 2.0**-11
-    strewn = torch.tensor([NAN, INF, -INF] if special else [NAN])
-    where = torch.rand(shape, generator=generator) < choose((0.0, 0.1, 0.5), generator)
-    return torch.where(where, strewn[torch.randint(len(strewn), shape, generator=generator)], values)
-
-
-def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -> Batch:
-    """Rows, segments that are whole on a rank, segments that are cut anywhere, or one segment over all ranks."""
-    form = choose(("rows", "cubes", "own offsets", "global", "one"), generator)
-    groups, length = torch.randint(0, 14, (2,), generator=generator).tolist()
-    offsets, own_offsets, placement = None, None, "whole"
-    if form in ("rows", "cubes"):
-        shape: tuple[int, ...] = (groups, length) if form == "rows" else (groups, 2, length)
-        pieces = pieces_of(groups, ranks, generator)
-    else:
-        edges = pad(torch.randint(0, 2 * length + 1, (groups,), generator=generator).cumsum(0), (1, 0))
-        total = int(edges[-1])
-        shape = (total,)
-        dtype = choose((torch.int32, torch.int64), generator)
-        pieces = pieces_of(total, ranks, generator)
-        if form == "global":
-            offsets, placement = edges.to(dtype), "global"
-        elif form == "own offsets":
-            offsets = edges.to(dtype)
-            counts = pieces_of(groups, ranks, generator)
-            own_offsets = [pad(part.cumsum(0), (1, 0)).to(dtype) for part in edges.diff().split(counts)]
-            pieces = [int(own[-1]) for own in own_offsets]
-    values = random_values(shape, special, generator).to(choose(DTYPES, generator))
-    mask = torch.rand(shape, generator=generator) < 0.8 if choose((True, False), generator) else None
-    return Batch(values, offsets, mask, pieces, placement, own_offsets)
-
-
-def random_bound(batch: Batch, ranks: Ranks, generator: torch.Generator) -> dict[str, Any]:
-    """A process group, and sometimes ``max_rollouts``, tight or not."""
-    most = max(batch.own(batch.values, rank).numel() for rank in range(ranks.size))
-    more = choose((0, 1, 17, None), generator)
-    return {"process_group": ranks.group} | ({} if more is None else {"max_rollouts": max(most + more, 1)})
-
-
-def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
-    keep = choose((1, 2, 3, 5, 9, 40, 2**62), generator)
-    return keep, keep if choose((True, False), generator) else torch.tensor(keep)
-
-
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
-def rounds_of(count: int) -> Iterator[int]:
-    """In every other round host values count as unknown, as on a GPU."""
-    for number in range(count):
-        with mock.patch.object(rollouts, "_is_at_hand", lambda _, odd=number % 2: not odd):
-            yield number
-
-
-def any_advantages(ranks: Ranks, seed: int) -> None:
-    generator = random_generator(seed)
-    for _ in rounds_of(rounds(200)):
-        batch = random_batch(ranks.size, generator, special=False)
-        if choose((False, False, True), generator):
-            batch = batch._replace(values=batch.values.double() + choose((0.0, 1e9), generator))
-        options = {"scale": choose(SCALES, generator), "eps": choose((1e-4, 0.0, 0.5), generator)}
-        options["ddof"] = choose((0, 1, 2), generator)
-        across = random_bound(batch, ranks, generator) | batch.options(ranks.rank)
-        expected = group_advantages(batch.values, offsets=batch.offsets, **options)
-        found = group_advantages(batch.own(batch.values, ranks.rank), **options, **across)
-        assert_same_bits(found, batch.own(expected, ranks.rank).contiguous())
-
-
-def any_selection(ranks: Ranks, seed: int) -> None:
-    generator = random_generator(seed)
-    for _ in rounds_of(rounds(150)):
-        batch = random_batch(ranks.size, generator)
-        keep, given_keep = random_keep(generator)
-        across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
-        own = batch.own(batch.values, ranks.rank)
-        hint = choose((None, 1, 4, 1000), generator)
-        expected = max_variance_select(batch.values, keep, offsets=batch.offsets, mask=batch.mask)
-        found = max_variance_select(own, given_keep, max_segment=hint, **across)
-        assert_same_bits(found, batch.own(expected, ranks.rank))
-
-        rule, scope = choose(ROLLOUT_RULES[:-1], generator), choose(SCOPES, generator)
-        options = {"rule": rule, "scope": scope}
-        expected = select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options)
-        found = select_rollouts(own, given_keep, **options, **across)
-        assert_same_bits(found, batch.own(expected, ranks.rank))
-
-
-def even_batches(ranks: Ranks, seed: int) -> None:
+def even_batches(ranks: Ranks, values: Tensor) -> None:
     """Every rank has the same number of rollouts, which is also the bound, so no rearranging is needed."""
-    generator = random_generator(seed)
-    for number in rounds_of(20):
-        values = torch.randn(ranks.size * 3, 4, generator=generator).round(decimals=1)
-        own, bound = values[ranks.rank * 3 :][:3], {} if number % 4 < 2 else {"max_rollouts": 12}
+    mine = slice(ranks.rank * 3, ranks.rank * 3 + 3)
+    for bound, known in product(({}, {"max_rollouts": 12}), (True, False)):
         across = {"process_group": ranks.group, **bound}
-        mine = slice(ranks.rank * 3, ranks.rank * 3 + 3)
-        assert_same_bits(select_rollouts(own, 2, **across), select_rollouts(values, 2)[mine])
-        advantages = group_advantages(values, scale="batch")
-        assert_same_bits(group_advantages(own, scale="batch", **across), advantages[mine].contiguous())
-
-
-def random_rule(ranks: Ranks, seed: int) -> None:
-    """All ranks together keep as many as one process would."""
-    generator, draws = random_generator(seed), random_generator(seed + ranks.rank)
-    for _ in range(rounds(80)):
-        batch = random_batch(ranks.size, generator)
-        keep, given_keep = random_keep(generator)
-        options = {"rule": "random", "scope": choose(SCOPES, generator)}
-        across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
-        own = batch.own(batch.values, ranks.rank)
-        found = select_rollouts(own, given_keep, generator=draws, **options, **across)
-        usable = own.isfinite() if batch.mask is None else own.isfinite() & batch.own(batch.mask, ranks.rank)
-        assert not (found & ~usable).any()
-        expected = select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options)
-        assert ranks.gather_number(int(found.sum()), found).sum() == expected.sum()
+        with mock.patch.object(rollouts, "_is_at_hand", lambda _, known=known: known):
+            assert_same_bits(select_rollouts(values[mine], 2, **across), select_rollouts(values, 2)[mine])
+            found = group_advantages(values[mine], scale="batch", **across)
+        assert_same_bits(found, group_advantages(values, scale="batch")[mine].contiguous())
 
 
 @sizes
-@pytest.mark.parametrize("task", [any_advantages, any_selection, even_batches, random_rule])
-def test_each_rank_has_its_part_of_the_whole(task: Callable[[Ranks, int], None], size: int) -> None:
-    world(size).run(task, int(torch.randint(2**31, ())))
+def test_ranks_with_equally_many_rollouts(size: int) -> None:
+    world(size).run(even_batches, torch.randn(size * 3, 4).round(decimals=1))
 
 
 def random_shares(ranks: Ranks, seed: int) -> Tensor:

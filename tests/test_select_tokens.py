@@ -5,57 +5,23 @@ import torch
 from helpers import (
     INF,
     NAN,
-    Segmented,
     assert_identical,
     assert_same_bits,
-    awkward,
     cut,
     random_generator,
     random_logits,
-    ratios,
-    seeds,
-    segmented,
     slow,
     unwritten,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from d3s_kernels import TokenSelection, entropy, reference, select_tokens, select_tokens_from_logits
-
-scopes = st.sampled_from(["batch", "sequence"])
-topk_rules = st.sampled_from(["advantage_entropy", "entropy", "advantage", "random"])
 
 
 def check(found: TokenSelection, expected: reference.TokenSelection) -> None:
     assert isinstance(found, TokenSelection)
     for name in expected._fields:
         assert_identical(getattr(found, name), getattr(expected, name))
-
-
-@st.composite
-def advantages(draw: st.DrawFn, case: Segmented) -> Tensor:
-    """One advantage for each token, for each sequence, or for all."""
-    shape = draw(st.sampled_from([case.values.shape, case.segments, ()]))
-    count = torch.Size(shape).numel()
-    return torch.tensor(draw(st.lists(awkward, min_size=count, max_size=count)), dtype=torch.float32).view(shape)
-
-
-@given(st.data(), segmented(awkward), ratios(), topk_rules, scopes, st.booleans(), seeds)
-def test_any_arguments(
-    data: st.DataObject, case: Segmented, ratio: float | Tensor, rule: str, scope: str, drop_zeros: bool, seed: int
-) -> None:
-    def generator() -> torch.Generator | None:
-        return random_generator(seed) if rule == "random" else None
-
-    arguments = (case.values, data.draw(advantages(case)), ratio)
-    options = {"rule": rule, "mask": case.mask, "offsets": case.offsets, "scope": scope}
-    options["drop_zeros"] = drop_zeros and rule != "random"
-    check(
-        select_tokens(*arguments, generator=generator(), **options),
-        reference.select_tokens(*arguments, generator=generator(), **options),
-    )
 
 
 def test_from_ragged_logits_at_a_temperature_of_each_token() -> None:
@@ -158,9 +124,6 @@ def test_the_faults_of_the_quantile() -> None:
     if torch.__version__ < "2.14":
         with pytest.raises(RuntimeError, match="too large"):
             select_tokens(torch.zeros(2**24 + 1), None, 0.2, rule="entropy_quantile")
-
-
-# ---- scope -----------------------------------------------------------------------------------------------------------
 
 
 # ---- awkward batches -------------------------------------------------------------------------------------------------
