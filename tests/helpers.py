@@ -302,50 +302,7 @@ def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> li
 # ---- segments --------------------------------------------------------------------------------------------------------
 
 
-class Segmented(NamedTuple):
-    """Values in segments: rows of the last dimension, or pieces of a 1-D tensor with bounds in `offsets`."""
-
-    values: Tensor
-    offsets: Tensor | None
-    mask: Tensor | None
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """The shape of a tensor with one number for each segment."""
-        return self.values.shape[:-1] if self.offsets is None else (len(self.offsets) - 1,)
-
-
-# Few distinct values, so that most segments have ties.
-repetitive = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5])
-awkward = repetitive | st.sampled_from([INF, -INF, NAN]) | st.floats(width=32)
-
-
-@st.composite
-def segmented(draw: st.DrawFn, elements: st.SearchStrategy[float], max_length: int = 12) -> Segmented:
-    """Ragged or rectangular segments of any dtype, also empty ones or none at all, with and without a mask."""
-    offsets = None
-    if draw(st.booleans()):
-        lengths = draw(st.lists(st.integers(0, max_length), max_size=5))
-        shape: tuple[int, ...] = (sum(lengths),)
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=draw(st.sampled_from([torch.int32, torch.int64])))
-    else:
-        shape = (*draw(leading_shapes), draw(st.integers(0, max_length)))
-    count = math.prod(shape)
-    values = torch.tensor(draw(st.lists(elements, min_size=count, max_size=count)), dtype=torch.float32)
-    kept = draw(st.none() | st.lists(st.booleans(), min_size=count, max_size=count))
-    mask = None if kept is None else torch.tensor(kept, dtype=torch.bool).view(shape)
-    return Segmented(values.view(shape).to(draw(dtypes)), offsets, mask)
-
-
 def cut(total: int, segments: int) -> Tensor:
     """Offsets that divide `total` into `segments` random pieces, some of them empty."""
     inner = torch.randint(total + 1, (segments - 1,)).sort().values
     return torch.cat([torch.tensor([0]), inner, torch.tensor([total])])
-
-
-@st.composite
-def ratios(draw: st.DrawFn) -> float | Tensor:
-    """A ratio in (0, 1], as a number or as a 0-d tensor of float32 or float64."""
-    value = draw(st.sampled_from([0.05, 0.07, 0.1, 0.2, 0.5, 1.0]) | st.floats(1e-6, 1.0))
-    dtype = draw(st.sampled_from([None, torch.float32, torch.float64]))
-    return value if dtype is None else torch.tensor(value, dtype=dtype)
