@@ -8,6 +8,7 @@ that asks for it gets a new one.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -118,6 +120,23 @@ class World:
 @cache
 def world(size: int) -> World:
     return World(size)
+
+
+def on_ranks(*sizes: int, **environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a task: all ranks run it, in worlds of these sizes. The test has the task's name behind `test_`.
+    The task keeps its own, by which the other processes find it.
+    """
+
+    def made(task: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("size", sizes)
+        def test(size: int) -> None:
+            world(size).run(task, **environment)
+
+        test.__doc__ = task.__doc__
+        setattr(sys.modules[task.__module__], f"test_{task.__name__}", test)
+        return task
+
+    return made
 
 
 def pieces_of(total: int, size: int, generator: torch.Generator) -> list[int]:

@@ -42,7 +42,9 @@ def objective_in_a_loop(batch: dict[str, Any], advantages: Tensor, quantiles: tu
         for members in groups_of(entropy, mask, quantiles):
             ratio = torch.exp(sum(logprob[t] - old[t] for t in members) / len(members))
             epsilon = 0.02 / math.log(VOCAB_SIZE) * sum(float(entropy[t]) for t in members) / len(members)
-            if abs(abs(float(ratio.detach()) - 1) - epsilon) < 1e-6:  # within rounding of its bound either side may be taken
+            if (
+                abs(abs(float(ratio.detach()) - 1) - epsilon) < 1e-6
+            ):  # within rounding of its bound either side may be taken
                 pytest.skip("a ratio lies at its bound")
             means.append(sum(surrogate(ratio, epsilon, advantage) for _ in members) / len(members))
         if means:
