@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
-import shutil
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,7 +17,7 @@ import pytest
 import torch
 from cases import rollouts, tokens
 from cases.coverage import replaced, require_all, served_by
-from cases.draw import ROOM, Draw
+from cases.draw import EXAMPLES, ROOM, Draw, draws
 from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
 from helpers import EVERYTHING, assert_same_bits
 from torch import Tensor
@@ -37,16 +36,15 @@ from d3s_kernels.tokens.select_tokens import TokenRule
 ROOT = Path(__file__).parents[1]
 OWN = sorted(served_by("kernels", "composed", "cpu"))
 # Draws, by the largest length of a row or a segment.
-SIZES = {40: 60, 400: 10, 5000: 1} if EVERYTHING else {40: 10, 400: 1}
+SIZES = {40: 2 * EXAMPLES, 400: max(1, EXAMPLES // 5)} | ({5000: 1} if EVERYTHING else {})
 
 
 def assert_means(name: str, row: Row, call: object) -> None:
-    for most, draws in SIZES.items():
-        for seed in torch.randint(2**31, (draws,)).tolist():
-            arguments = row.draw(Draw(seed, most=most))
-            backend = next(iter(backends.serving("cpu")))
-            for difference in compare_here(row, call, arguments, torch.device("cpu"), backend):  # type: ignore[arg-type]
-                assert difference.agrees, f"{name}, Draw({seed}, most={most}): {difference}"
+    backend = next(iter(backends.serving("cpu")))
+    for most, count in SIZES.items():
+        for draw in draws(count, most=most):
+            for difference in compare_here(row, call, row.draw(draw), torch.device("cpu"), backend):  # type: ignore[arg-type]
+                assert difference.agrees, f"{name}: {difference}"
 
 
 @pytest.mark.simd
@@ -123,16 +121,6 @@ def test_the_suites_for_a_gpu_are_there() -> None:
     own = {op: ROOT / "tests" / f"test_{op}.py" for op in set(OPS) & set(FUNCTIONS)}
     forgotten = [op for op, path in own.items() if path.exists() and f"tests/{path.name}" not in suites["cuda"]]
     assert not forgotten, f"tests/cuda/suites.py: without the tests of {', '.join(forgotten)}"
-
-
-def test_the_suites_have_the_own_tests_of_an_op_by_their_names(tmp_path: Path) -> None:
-    for folder in ("csrc/ops", "tests/cuda"):
-        (tmp_path / folder).mkdir(parents=True)
-    suites = Path(shutil.copy(ROOT / "tests" / "cuda" / "suites.py", tmp_path / "tests" / "cuda"))
-    (tmp_path / "csrc" / "library.cpp").write_text('    "clip_scores(Tensor scores, float low, "\n    "float high)"')
-    for name in ("csrc/ops/clips.cpp", "tests/test_clip_scores.py", "tests/test_clips.py", "tests/test_page.py"):
-        (tmp_path / name).touch()
-    assert runpy.run_path(str(suites))["GROUPS"][-1][-2:] == ("test_clip_scores.py", "test_clips.py")
 
 
 def test_every_public_function_of_the_reference_is_in_the_table() -> None:
