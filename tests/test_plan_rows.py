@@ -6,7 +6,6 @@ import torch.distributed as dist
 from helpers import random_generator, rounds
 from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
-from traffic import counted
 
 from d3s_kernels import distributed
 from d3s_kernels.distributed import RowPlan, exchange_rows, plan_rows
@@ -115,28 +114,6 @@ def any_tensors(ranks: Ranks, seed: int) -> None:
 def test_any_dtype_and_shape(size: int) -> None:
     for _ in range(3):
         world(size).run(any_tensors, int(torch.randint(2**31, ())))
-
-
-def what_is_sent(ranks: Ranks) -> tuple[RowPlan, list, list, list]:
-    """Rank 0 has 5 rows and keeps all; the others keep 1 of 2. With 2 ranks, 2 rows move from rank 0 to rank 1."""
-    mask = torch.ones(5, dtype=torch.bool) if ranks.rank == 0 else torch.tensor([False, True])
-    with counted() as planning:
-        plan = plan_rows(mask, ranks.group)
-    with counted() as moving:
-        exchange_rows({"a": torch.zeros(len(mask), 3), "b": torch.zeros(len(mask)).bool()}, plan, ranks.group)
-    even = plan_rows(torch.ones(2, dtype=torch.bool), ranks.group)
-    with counted() as nothing:
-        exchange_rows(torch.zeros(2, 3), even, ranks.group)
-    return plan, planning, moving, nothing
-
-
-def test_only_what_moves_is_sent() -> None:
-    (plan, planning, moving, nothing), (_, _, moving_back, _) = world(2).run(what_is_sent)
-    assert (plan.staying.tolist(), plan.leaving.tolist(), plan.send_counts) == ([0, 1, 2], [3, 4], [0, 2])
-    assert planning == [("allgather_base", 8)]
-    assert moving == [("alltoall_base", 2 * 13)]
-    assert moving_back == [("alltoall_base", 0)]
-    assert nothing == []
 
 
 def undivided(ranks: Ranks) -> None:

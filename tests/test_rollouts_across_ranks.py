@@ -14,7 +14,6 @@ import torch
 from helpers import assert_same_bits, random_generator
 from ranks import SIZES, Ranks, world
 from torch import Tensor
-from traffic import counted
 
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
@@ -114,54 +113,6 @@ def test_sums_of_a_batch_do_not_depend_on_what_is_behind_it() -> None:
             present = torch.arange(n + behind) < n
             stretches = pool_present(present)
             assert stretches.last(stretches.scan(padded, torch.add))[0] == expected
-
-
-# ---- what is sent ---------------------------------------------------------------------------------------------------
-
-
-def what_is_sent(ranks: Ranks) -> dict[str, list[tuple[str, int]]]:
-    values, rows = torch.randn(6 - ranks.rank), torch.randn(3, 4)
-    one = {"process_group": ranks.group}
-    bounded, offsets = one | {"max_rollouts": 9}, torch.tensor([0, 4, 8, 11])
-    straddling = bounded | {"offsets": offsets, "placement": "global"}
-    calls = {
-        "values": lambda: max_variance_select(values, 3, **one),
-        "bounded": lambda: max_variance_select(values, 3, **bounded),
-        "straddling": lambda: max_variance_select(values, 3, **straddling),
-        "straddling advantages": lambda: group_advantages(values, **straddling),
-        "batch": lambda: group_advantages(rows, scale="batch", **one),
-        "bounded batch": lambda: group_advantages(rows, scale="batch", **one, max_rollouts=12),
-        "pooled": lambda: select_rollouts(rows, 2, **one),
-        "bounded pooled": lambda: select_rollouts(rows, 2, max_rollouts=12, **one),
-        "bounded random": lambda: select_rollouts(rows, 2, rule="random", max_rollouts=12, **one),
-        "equal rows": lambda: select_rollouts(rows, 2, equal_rows=True, **one),
-        "bounded equal rows": lambda: select_rollouts(rows, 2, equal_rows=True, max_rollouts=12, **one),
-        "rows": lambda: max_variance_select(rows, 2, **one),
-        "advantages of rows": lambda: group_advantages(rows, **one),
-        "scaled by nothing": lambda: group_advantages(rows, scale="none", **bounded | {"max_rollouts": 12}),
-        "in groups": lambda: select_rollouts(rows, 2, rule="highest", scope="group", **one),
-        "own offsets": lambda: max_variance_select(values, 2, offsets=torch.tensor([0, 2, len(values)]), **one),
-    }
-    sent = {}
-    for name, call in calls.items():
-        with counted() as sent[name]:
-            call()
-    return sent
-
-
-def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
-    gather, number = "allgather_base", ("allgather_base", 8)
-    for sent in world(2).run(what_is_sent):
-        assert sent["values"] == [number, (gather, 4 * (2 + 6))]  # padded to the longest, after two numbers
-        assert sent["bounded"] == sent["straddling"] == [(gather, 4 * (2 + 9))]
-        assert sent["straddling advantages"] == [(gather, 8 * (1 + 9))]
-        assert sent["batch"] == [number, *sent["bounded batch"]] == [number, (gather, 8 * (1 + 12))]
-        for name in ("pooled", "equal rows"):
-            assert sent[name] == [number, (gather, 4 * (2 + 12))]
-        for name in ("bounded pooled", "bounded random", "bounded equal rows"):
-            assert sent[name] == [(gather, 4 * (2 + 12))]
-        for name in ("rows", "advantages of rows", "scaled by nothing", "in groups", "own offsets"):
-            assert sent[name] == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""The ops in plain PyTorch: the bits of the compiled kernels, unchecked values, no waiting for the device."""
+"""The ops in plain PyTorch: the bits of the compiled kernels, and unchecked values. test_waits.py has what waits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from helpers import (
     random_logits,
     ratio_results,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from d3s_kernels._dispatch import backends
 from d3s_kernels._torch import KERNELS, softmax_state
@@ -121,45 +119,3 @@ def test_a_bad_group_gives_nan_and_is_in_no_others_sums() -> None:
         found, clean = call(groups), call(groups.where(good, -1))
         assert_same_bits(found[good], clean[good])
         assert found[~good].isnan().all()
-
-
-# ---- no waiting for the device ---------------------------------------------------------------------------------------
-
-
-def vocabulary_calls() -> None:
-    logits, labels, mask = torch.rand(5, 2, 9000), torch.ones(5, 2).long(), torch.ones(5, 2).bool()
-    logprob, *statistics = plain("logprob_entropy", logits, labels, 1.0, torch.rand(5, 2), mask)
-    plain("logprob_entropy_backward", logprob, logprob, logits, labels, *statistics, 1.0, torch.rand(()), mask)
-    state, tile, rows = torch.rand(10, 4), logits.flatten(0, 1), [one.flatten() for one in (logprob, *statistics)]
-    plain("softmax_state_", state, tile, labels.flatten(), 8192)
-    plain("softmax_state_finish", state)
-    plain("logprob_entropy_backward_", rows[0], rows[0], tile, labels.flatten(), *rows[1:], 8192)
-    plain("select_tokens_from_logits", logits, torch.rand(5), None, torch.rand(()), mask)
-    spans = torch.ones(70).int(), torch.ones(11).long(), True, 4
-    logprob, *statistics = plain("logprob_entropy", logits, labels, 1.0, torch.rand(5, 2), mask, *spans)
-    plain("logprob_entropy_backward", logprob, logprob, logits, labels, *statistics, 1.0, None, mask, None, *spans)
-    plain("softmax_state_", state, tile, labels.flatten(), 8192, 1.0, None, None, *spans)
-
-
-def segment_calls() -> None:
-    for values, offsets in ((torch.rand(4, 30), None), (torch.rand(90), torch.ones(4).int())):
-        mask, groups = values > 0.5, values.to(torch.int8)
-        for pooled in (False, True):
-            plain("topk_mask", values, k_tensor=torch.ones(()).int(), mask=mask, offsets=offsets, pooled=pooled)
-            plain("select_tokens", values, values, None, torch.rand(()), mask, offsets, None, pooled, True)
-            plain("max_variance_select", values, None, torch.ones(()).long(), mask, offsets, None, pooled)
-            plain("entropy_groups", values, [0.3, 0.8], mask, offsets, None, pooled)
-        for scale in ("group", "batch"):
-            plain("group_advantages", values, offsets, scale)
-        for level, ids in (("token", None), ("sequence", None), ("entropy_group", groups)):
-            ratio = plain("importance_ratio", values, values, mask, ids, offsets, level, "old")
-            plain("importance_ratio_backward", values, ratio, mask, ids)
-        plain("adaptive_clip", values, groups, mask, offsets, 100)
-        plain("compact", mask, 50)
-
-
-@pytest.mark.parametrize("calls", [vocabulary_calls, segment_calls])
-def test_no_value_is_looked_at(calls: Callable[[], None]) -> None:
-    """Fake tensors have no values: reading one, or making a shape from it, is an error."""
-    with FakeTensorMode():
-        calls()
