@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,35 +105,6 @@ def assert_gradient(actual: Tensor, expected: Tensor, floor: float = 0.0) -> Non
     error = (actual.double() - expected.to(actual.dtype).double()).norm().item()
     within_steps = error <= tolerance * expected.double().norm().item()
     assert within_steps or (actual.double() - expected.double()).norm().item() <= floor
-
-
-def assert_unchecked_spans(call: Callable[..., Any]) -> None:
-    """What happens to spans on a GPU, which nobody has checked: NaN in their rows, and nothing out of bounds. ``call``
-    takes the name of an op and its arguments.
-    """
-    spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9], [-(2**31), 2]]
-    labels, logits = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2, -7]), random_logits(9, 50)
-    ids = torch.tensor(list(chain(*spans)), dtype=torch.int32)
-    offsets = torch.tensor([0, *accumulate(map(len, spans))])
-
-    def undefined(cuts: Tensor, include: bool = False) -> list[list[bool]]:
-        logprob, *found = call("logprob_entropy", logits, labels, 1.0, None, None, ids, cuts, include)
-        ones, options = torch.ones(9), (1.0, None, None, None, ids, cuts, include)
-        slope = call("logprob_entropy_backward", ones, ones, logits, labels, *found, *options)
-        assert torch.equal(slope.isnan().all(1), slope.isnan().any(1))
-        return [part.isnan().tolist() for part in (logprob, found[0], slope[:, 0])]
-
-    bad, lacking = [False, True, True, True, False, False, False, False, True], [4, 5]
-    logprob, entropy, slope = undefined(offsets)
-    assert entropy == bad
-    assert logprob == slope == [is_bad or row in lacking for row, is_bad in enumerate(bad)]
-    logprob, entropy, slope = undefined(offsets, include=True)
-    assert logprob == entropy == slope == bad
-    heat = torch.tensor([1.0, NAN, 0.0, -1.0])
-    logprob, *_ = call("logprob_entropy", logits[:4], labels[:4], 1.0, heat, None, ids[[0, 0, 0, 5]], torch.arange(5))
-    assert logprob.isnan().tolist() == [False, True, True, True]
-    for cuts in (-torch.arange(10), 1000 * torch.arange(10), torch.full((10,), -(2**62)), torch.arange(10, 0, -1)):
-        assert all(undefined(cuts)[0][row] for row in range(1, 9) if labels[row] != -100)
 
 
 def assert_narrow_gradient(statistics: Callable, backward_: Callable, columns: int, dtype: torch.dtype) -> None:

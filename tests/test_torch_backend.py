@@ -1,15 +1,16 @@
 """The ops in plain PyTorch: the bits of the compiled kernels, and unchecked values. test_waits.py has what waits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import unchecked
 from helpers import (
     NAN,
     assert_identical,
     assert_same,
     assert_same_bits,
-    assert_unchecked_spans,
     random_logits,
     ratio_results,
 )
@@ -50,23 +51,9 @@ def test_blocks_of_rows_cover_strided_logits(monkeypatch: pytest.MonkeyPatch) ->
 # ---- unchecked values ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", [-1, -99, 50, 2**31, -(2**63)])
-def test_a_label_that_is_no_token(label: int) -> None:
-    logits, labels = random_logits(3, 50), torch.tensor([3, label, -100])
-    logprob, *statistics = plain("logprob_entropy", logits, labels)
-    assert logprob.isnan().tolist() == [False, True, False]
-    assert not statistics[0].isnan().any()
-    given = torch.ones(3), torch.ones(3), logits, labels, *statistics
-    gradients = [plain("logprob_entropy_backward", *given)]
-    for first in (None, 0) if label < 0 else (None,):  # with a first token, the size of the vocabulary is unknown
-        gradients.append(logits.clone())
-        plain("logprob_entropy_backward_", *given[:2], gradients[-1], *given[3:], first)
-    for gradient in gradients:
-        assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == [False, True, False]
-
-
-def test_spans_of_a_sampling_mask() -> None:
-    assert_unchecked_spans(plain)
+@pytest.mark.parametrize("check", unchecked.ALL)
+def test_values_that_nobody_checked(check: Callable[..., None]) -> None:
+    check(plain)
 
 
 @pytest.mark.parametrize("offsets", [[0, 10, 5, 20], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7], [5, 9, 12]])
@@ -89,33 +76,3 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int]) -> None:
     mask, _, _ = plain("select_tokens", values, each, 0.5, offsets=cuts)
     assert not mask[:begin].any()
     assert not mask[end:].any()
-
-
-def test_a_bad_quota_selects_nothing() -> None:
-    for ratio in (0.0, -1.0, 1.5, NAN):
-        mask, count, threshold = plain("select_tokens", torch.rand(100), torch.tensor(1.0), None, torch.tensor(ratio))
-        assert (mask.any().item(), count.item(), threshold.item()) == (False, 0, torch.inf), ratio
-    for keep in (torch.tensor(0), torch.tensor(-1), torch.tensor(-(2**63))):
-        for pooled in (False, True):
-            assert not plain("max_variance_select", torch.rand(5, 9), None, keep, pooled=pooled).any(), keep
-            assert not plain("topk_mask", torch.rand(5, 9), k_tensor=keep, pooled=pooled).any(), keep
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, torch.inf])
-def test_a_bad_temperature_gives_nan(temperature: float) -> None:
-    each = torch.tensor([1.0, temperature])
-    _, entropy, _, _ = plain("logprob_entropy", random_logits(2, 9), None, 1.0, each)
-    assert entropy.isnan().tolist() == [False, True]
-
-
-def test_a_bad_group_gives_nan_and_is_in_no_others_sums() -> None:
-    values = torch.rand(3, 4)
-    groups = torch.tensor([[0, 15, 16, 127], [-1, -128, 3, 3], [0, 16, 3, 64]], dtype=torch.int8)
-    good = groups < 16
-    for call in (
-        lambda ids: plain("adaptive_clip", values, ids, None, None, 9),
-        lambda ids: plain("importance_ratio", values, 0 * values, None, ids, None, "entropy_group", "old"),
-    ):
-        found, clean = call(groups), call(groups.where(good, -1))
-        assert_same_bits(found[good], clean[good])
-        assert found[~good].isnan().all()
