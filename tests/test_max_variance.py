@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases.draw import draws
-from helpers import DTYPES, assert_identical, cut, unwritten
+from helpers import DTYPES, assert_identical, cut, slow_elsewhere, unwritten
 from torch import Tensor
 
 from d3s_kernels import max_variance_select, reference
@@ -93,7 +93,8 @@ def test_small_differences_far_from_zero(offset: float) -> None:
 # ---- sizes and layouts -----------------------------------------------------------------------------------------------
 
 
-LONG = [1023, 1024, 1025, 65_536]  # on both sides of the length from which the CPU kernel uses a radix sort
+# On both sides of the length from which the CPU kernel uses a radix sort; cuda_shim/kernels.py has those of a GPU.
+LONG = [1023, 1024, 1025, slow_elsewhere(65_536, shows="a long segment, as on a CPU")]
 
 
 @pytest.mark.parametrize("n", LONG)

@@ -191,6 +191,7 @@ def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> No
 # ---- draws -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_elsewhere("the same draws, whatever computes the ops")
 @pytest.mark.parametrize("op", OWN)
 def test_a_draw_is_the_same_again(op: str) -> None:
     """A draw can be repeated from its seed and from its choices. The simplest choices are legal too."""
@@ -211,6 +212,7 @@ def test_a_draw_is_the_same_again(op: str) -> None:
     assert all(difference.agrees for difference in found)
 
 
+@pytest.mark.slow_elsewhere("the same draws, whatever computes the ops")
 @pytest.mark.parametrize("op", OWN)
 def test_no_draw_is_larger_than_eight_of_the_longest_rows(op: str) -> None:
     """Otherwise a draw with long rows takes seconds and gigabytes, where the time on a GPU is counted."""

@@ -64,8 +64,10 @@ KINDS = ["normal", "few values", "ascending", "descending", "mostly zero", "sawt
     "n",
     [
         pytest.param(32_769, marks=pytest.mark.simd),
-        400_001,
-        *(slow_elsewhere(n, shows="lengths at which the CPU kernel alone changes") for n in (32_768, 131_071, 131_072)),
+        *(
+            slow_elsewhere(n, shows="lengths at which the CPU kernel alone changes")
+            for n in (32_768, 131_071, 131_072, 400_001)
+        ),
     ],
 )
 def test_long_segments(kind: str, n: int) -> None:
@@ -77,6 +79,7 @@ def test_long_segments(kind: str, n: int) -> None:
         check(scores, **quota)
 
 
+@pytest.mark.slow_elsewhere("a guess that the CPU kernel alone makes")
 def test_a_wrong_guess_from_a_sample_changes_nothing() -> None:
     """From a sample of 1024 keys, the CPU kernel guesses between which two keys the k-th lies. Here it narrows 400,000
     keys down to ones and twos, and then samples only ones. A wrong guess may cost time, but must not change the
