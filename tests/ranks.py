@@ -122,6 +122,28 @@ def world(size: int) -> World:
     return World(size)
 
 
+def assert_all_refuse(task: Callable[..., Any], *of: Any, bad: Any, said: str, good: Any = None) -> None:
+    """Two ranks that are both given something bad refuse it before anything is sent, so none waits. If one of them is
+    given it, and the ranks are asked to check, both say so. ``task(ranks, *of, each)`` calls with ``each[rank]``.
+    """
+    for error in world(2).outcomes(task, *of, [bad, bad]):
+        assert isinstance(error, TypeError | ValueError), error
+        assert str(error).startswith(said)
+    if good is not None:
+        first, second = world(2).outcomes(task, *of, [good, bad], D3S_KERNELS_CHECK="1")
+        assert (type(first), str(first)) == (type(second), str(second))
+        assert str(first).startswith(said)
+        assert str(first).endswith(" (on rank 1 of 2)")
+
+
+def assert_told_apart(task: Callable[..., Any], *of: Any, good: Any, other: Any, said: str) -> None:
+    """What differs between two ranks that are asked to check is refused by both in the same words."""
+    first, second = world(2).outcomes(task, *of, [good, other], D3S_KERNELS_CHECK="1")
+    assert [type(first), type(second)] == [ValueError, ValueError]
+    assert str(first) == str(second)
+    assert str(first).startswith(said)
+
+
 def on_ranks(*sizes: int, **environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a task: all ranks run it, in worlds of these sizes. The test has the task's name behind `test_`.
     The task keeps its own, by which the other processes find it.

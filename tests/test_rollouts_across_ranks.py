@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import assert_same_bits, random_generator
-from ranks import SIZES, Ranks, world
+from ranks import SIZES, Ranks, assert_all_refuse, assert_told_apart, on_ranks, world
 from torch import Tensor
 
 import d3s_kernels
@@ -55,6 +55,7 @@ def test_random_rule_draws_all_alike() -> None:
     assert (shares - 0.5).abs().max() < 0.13  # six standard deviations
 
 
+@on_ranks(*SIZES)
 def nothing_at_all(ranks: Ranks) -> None:
     """No groups, empty groups, and no values, with every kind of offsets and bounds."""
     forms: list[tuple[Tensor, dict]] = [(torch.zeros(0, 5), {}), (torch.zeros(3, 0), {}), (torch.zeros(0), {})]
@@ -74,12 +75,8 @@ def nothing_at_all(ranks: Ranks) -> None:
                 assert select_rollouts(values, keep, equal_rows=True, **across).shape == values.shape
 
 
-@sizes
-def test_nothing_at_all(size: int) -> None:
-    world(size).run(nothing_at_all)
-
-
-def of_one_rank(ranks: Ranks) -> None:
+@on_ranks(2)
+def groups_of_one_rank_are_local(ranks: Ranks) -> None:
     """A group of one rank gives the local op. A mesh is accepted as a group."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("all", "one"))
     values, offsets = torch.randn(20), torch.tensor([0, 7, 20])
@@ -96,10 +93,6 @@ def of_one_rank(ranks: Ranks) -> None:
     found = group_advantages(everyones.split(3)[ranks.rank], process_group=mesh["all"])
     assert not found.requires_grad
     assert_same_bits(found, group_advantages(everyones).split(3)[ranks.rank])
-
-
-def test_groups_of_one_rank() -> None:
-    world(2).run(of_one_rank)
 
 
 def test_sums_of_a_batch_do_not_depend_on_what_is_behind_it() -> None:
@@ -193,25 +186,13 @@ def call(ranks: Ranks, function: str, arguments: list[dict[str, Any]]) -> Tensor
 
 @pytest.mark.parametrize(("function", "bad", "said"), cases_of(REFUSED))
 def test_bad_arguments(function: str, bad: dict[str, Any], said: str) -> None:
-    good, bad = GOOD[function], GOOD[function] | bad
-    for found in world(2).outcomes(call, function, [bad, bad]):  # refused before anything is sent, so no rank waits
-        assert isinstance(found, (TypeError, ValueError))
-        assert str(found).startswith(said)
-    if "process_group" in bad:
-        return
-    found = world(2).outcomes(call, function, [good, bad], D3S_KERNELS_CHECK="1")
-    assert str(found[0]) == str(found[1])
-    assert str(found[0]).startswith(said)
-    assert str(found[0]).endswith(" (on rank 1 of 2)")
+    good = None if "process_group" in bad else GOOD[function]
+    assert_all_refuse(call, function, bad=GOOD[function] | bad, said=said, good=good)
 
 
 @pytest.mark.parametrize(("function", "other", "said"), cases_of(DIFFERENT))
 def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: str) -> None:
-    good = GOOD[function]
-    found = world(2).outcomes(call, function, [good, good | other], D3S_KERNELS_CHECK="1")
-    assert [type(error) for error in found] == [ValueError, ValueError]
-    assert str(found[0]) == str(found[1])
-    assert str(found[0]).startswith(said)
+    assert_told_apart(call, function, good=GOOD[function], other=GOOD[function] | other, said=said)
 
 
 def of_other_dtypes(ranks: Ranks, bound: dict[str, int], known: bool) -> Tensor:
