@@ -159,9 +159,3 @@ def on_ranks(*sizes: int, **environment: str) -> Callable[[Callable[..., None]],
         return task
 
     return made
-
-
-def pieces_of(total: int, size: int, generator: torch.Generator) -> list[int]:
-    """A random number of items for each of ``size`` ranks, ``total`` in all; some may be 0."""
-    edges = torch.randint(0, total + 1, (size - 1,), generator=generator).sort().values.tolist()
-    return [b - a for a, b in zip([0, *edges], [*edges, total], strict=True)]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import random_generator, rounds
-from ranks import SIZES, Ranks, assert_all_refuse, assert_told_apart, pieces_of, world
+from cases.draw import Draw
+from helpers import rounds
+from ranks import SIZES, Ranks, assert_all_refuse, assert_told_apart, world
 from torch import Tensor
 
 from d3s_kernels import distributed
@@ -19,11 +20,10 @@ DTYPES = (
 )  # fmt: skip
 
 
-def random_masks(size: int, generator: torch.Generator, divisible: bool) -> list[Tensor]:
+def random_masks(draw: Draw, size: int, divisible: bool) -> list[Tensor]:
     """Masks of every rank's rows. Some ranks have no rows, some keep none, and some keep all."""
-    rows = pieces_of(int(torch.randint(0, 40, (), generator=generator)), size, generator)
-    share = torch.rand(size, generator=generator) * 1.5 - 0.25
-    masks = [torch.rand(n, generator=generator) < p for n, p in zip(rows, share, strict=True)]
+    rows = draw.parts(draw.integer(0, 40), size)
+    masks = [torch.rand(n, generator=draw.generator()) < draw.choice((0.0, 0.3, 0.7, 1.0)) for n in rows]
     surplus = sum(int(mask.sum()) for mask in masks) % size if divisible else 0
     for mask in masks:
         for row in mask.nonzero().flatten()[:surplus].tolist():
@@ -47,10 +47,10 @@ def check_plan(plan: RowPlan, plans: list[RowPlan], rank: int, masks: list[Tenso
 
 def any_masks(ranks: Ranks, seed: int, drop_last: bool) -> int:
     """Checks random masks, and returns how many rows moved in all rounds."""
-    generator = random_generator(seed)
+    draw = Draw(seed)
     moved = 0
     for _ in range(ROUNDS):
-        masks = random_masks(ranks.size, generator, divisible=not drop_last)
+        masks = random_masks(draw, ranks.size, divisible=not drop_last)
         mask = masks[ranks.rank]
         plan = plan_rows(mask, ranks.group, drop_last=drop_last)
         plans: list = [None] * ranks.size
@@ -84,8 +84,8 @@ def test_every_kept_row_ends_once_somewhere(size: int, drop_last: bool) -> None:
 
 
 def any_tensors(ranks: Ranks, seed: int) -> None:
-    generator = random_generator(seed)
-    masks = random_masks(ranks.size, generator, divisible=True)
+    draw = Draw(seed)
+    masks, generator = random_masks(draw, ranks.size, divisible=True), draw.generator()
     plan = plan_rows(masks[ranks.rank], ranks.group)
     begin = sum(len(mask) for mask in masks[: ranks.rank])
     # A second exchange moves the index of every row, which says what must have arrived.
