@@ -11,7 +11,6 @@ from helpers import (
     random_generator,
     random_logits,
     slow,
-    unwritten,
 )
 from torch import Tensor
 
@@ -173,21 +172,3 @@ def test_long_ragged_batch(per: str) -> None:
     for scope in ("batch", "sequence"):
         options = {"offsets": offsets, "scope": scope}
         check(select_tokens(values, each, 0.1, **options), reference.select_tokens(values, each, 0.1, **options))
-
-
-def test_selections_have_no_gradient() -> None:
-    logits = random_logits(2, 5, 30).requires_grad_()
-    for tensor in select_tokens_from_logits(logits, torch.ones(2, requires_grad=True), 0.5)[:4]:
-        assert not tensor.requires_grad
-    row_entropy = entropy(logits)
-    for rule in ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"):
-        found = select_tokens(row_entropy, torch.ones(2, requires_grad=True), 0.5, rule=rule)
-        assert not any(tensor.requires_grad for tensor in (found.mask, found.count, found.threshold))
-    row_entropy[found.mask].sum().backward()  # the mask can be used in a loss
-    assert logits.grad is not None
-
-
-def test_the_inputs_are_not_written() -> None:
-    logits, each, mask = random_logits(2, 6, 30), torch.randn(2), torch.rand(2, 6) < 0.8
-    with unwritten(logits, each, mask):
-        select_tokens_from_logits(logits, each, 0.3, mask=mask, drop_zeros=True)

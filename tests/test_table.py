@@ -19,7 +19,7 @@ from cases import rollouts, tokens
 from cases.coverage import replaced, require_all, served_by
 from cases.draw import EXAMPLES, ROOM, Draw, draws
 from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
-from helpers import EVERYTHING, assert_same_bits
+from helpers import EVERYTHING, assert_same_bits, unwritten
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -28,7 +28,7 @@ from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.build import FOLDER
 from d3s_kernels._dispatch.libraries import COMPILED, registered
 from d3s_kernels._rules.rules import ROLLOUT_RULES, TOKEN_RULES
-from d3s_kernels.check.compare import compare_here
+from d3s_kernels.check.compare import called, compare_here
 from d3s_kernels.check.tolerances import calls, written_arguments
 from d3s_kernels.rollouts.select_rollouts import RolloutRule
 from d3s_kernels.tokens.select_tokens import TokenRule
@@ -56,6 +56,26 @@ def test_every_op_means_what_the_table_says(op: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_means_what_the_reference_says(name: str) -> None:
     assert_means(name, FUNCTIONS[name], getattr(d3s, name))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_function_writes_to_its_arguments_and_no_choice_has_a_gradient(name: str) -> None:
+    for draw in draws(3):
+        given = FUNCTIONS[name].draw(draw)
+        if not FUNCTIONS[name].gradients:
+            given |= {argument: with_gradient(part) for argument, part in given.items() if argument != "temperature"}
+        tensors = [part for part in given.values() if isinstance(part, Tensor)]
+        with unwritten(*tensors):
+            results = called(getattr(d3s, name), given)
+        if not FUNCTIONS[name].gradients:
+            known = {id(part) for part in tensors}  # select_tokens gives the entropies back
+            assert not any(part.requires_grad for part in results if isinstance(part, Tensor) and id(part) not in known)
+
+
+def with_gradient(part: object) -> object:
+    if isinstance(part, Tensor) and part.dim() > 0 and part.is_floating_point():
+        return part.detach().requires_grad_()
+    return part
 
 
 # ---- completeness ----------------------------------------------------------------------------------------------------
