@@ -32,16 +32,16 @@ def test_the_last_step_has_the_end() -> None:
     assert [progress_of(0, steps) for steps in (1, 0, -1)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("progress", [0.0, 1e-9, 1.0, *torch.rand(5).tolist()])
-def test_the_shapes(progress: float) -> None:
+def test_the_shapes() -> None:
     """Cosine is linear in a smooth step; exponential grows by equal factors."""
     linear, cosine, exponential = (DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20), shape) for shape in SHAPES)
-    assert linear(progress).rollouts == math.floor(8 + 24 * progress + 0.5)
-    assert linear(progress).token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
-    step = 0.5 * (1 - math.cos(math.pi * progress))
-    assert cosine(progress).token_ratio == pytest.approx((1 - step) * 0.05 + step * 0.20)
-    assert exponential(progress).token_ratio == pytest.approx(0.05 * 4**progress)
-    assert exponential(progress).rollouts == math.floor(8 * 4**progress + 0.5)
+    for progress in (0.0, 1e-9, 1.0, *torch.rand(9).tolist()):
+        assert linear(progress).rollouts == math.floor(8 + 24 * progress + 0.5)
+        assert linear(progress).token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
+        step = 0.5 * (1 - math.cos(math.pi * progress))
+        assert cosine(progress).token_ratio == pytest.approx((1 - step) * 0.05 + step * 0.20)
+        assert exponential(progress).token_ratio == pytest.approx(0.05 * 4**progress)
+        assert exponential(progress).rollouts == math.floor(8 * 4**progress + 0.5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
