@@ -19,7 +19,7 @@ from cases import rollouts, tokens
 from cases.coverage import replaced, require_all, served_by
 from cases.draw import EXAMPLES, ROOM, Draw, draws
 from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
-from helpers import EVERYTHING, assert_same_bits, unwritten
+from helpers import EVERYTHING, assert_identical, assert_same_bits, unwritten
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -56,6 +56,17 @@ def test_every_op_means_what_the_table_says(op: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_means_what_the_reference_says(name: str) -> None:
     assert_means(name, FUNCTIONS[name], getattr(d3s, name))
+
+
+@pytest.mark.parametrize("op", sorted(served_by("kernels")))
+def test_strides_and_alignment_change_no_bit(op: str) -> None:
+    call = getattr(torch.ops.d3s_kernels, op).default
+    for draw in draws():
+        given = {name: part.detach() if isinstance(part, Tensor) else part for name, part in OPS[op].draw(draw).items()}
+        packed = {name: part.contiguous().clone() if isinstance(part, Tensor) else part for name, part in given.items()}
+        for one, other in zip(called(call, given), called(call, packed), strict=True):
+            if one is not None:
+                assert_identical(one, other)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
