@@ -68,12 +68,12 @@ def same_as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
         draw = Draw(seed)
         values = next(iter(signature(getattr(d3s, name)).parameters))
         whole, of_ranks, parts = divided(draw, drawn(name, draw), values, ranks.size, name in PIECES)
+        across = of_ranks[ranks.rank] | {"process_group": ranks.group}
         if "scope" in whole and parts.options[0].get("placement") == "pieces":
-            whole["scope"] = "sequence"  # in a pool, the order of ties is that of the ranks
-        across = of_ranks[ranks.rank] | {"process_group": ranks.group} | {n: whole[n] for n in ("scope",) if n in whole}
+            whole["scope"] = across["scope"] = "sequence"  # in a pool, the order of ties is that of the ranks
         if name not in PIECES and (more := draw.choice((None, 0, 1, 17))) is not None:
-            most = max(len(parts.segments[0].flatten()) + 1, *(part.numel() for part in parts.values))
-            across["max_rollouts"] = most + more
+            groups = sum(part.numel() for part in parts.segments) if name == "variance_mass" else 0
+            across["max_rollouts"] = more + max(1, groups, *(part.numel() for part in parts.values))
         try:
             expected = called(name, whole)
             with every_path(number):
@@ -103,10 +103,8 @@ def random_keeps_as_many(ranks: Ranks, seeds: list[int]) -> None:
         given = rollouts.rollout_rules(draw, "random")
         whole, of_ranks, _ = divided(draw, given, "advantages", ranks.size, pieces=False)
         own = of_ranks[ranks.rank] | {"generator": torch.Generator().manual_seed(seed + ranks.rank)}
-        (found,), (expected,) = (
-            called("select_rollouts", own | {"process_group": ranks.group}),
-            called("select_rollouts", whole),
-        )
+        (found,) = called("select_rollouts", own | {"process_group": ranks.group})
+        (expected,) = called("select_rollouts", whole)
         usable = own["advantages"].isfinite() if own["mask"] is None else own["advantages"].isfinite() & own["mask"]
         assert not (found & ~usable).any(), seed
         assert ranks.gather_number(int(found.sum()), found).sum() == expected.sum(), seed
