@@ -93,7 +93,7 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
         draw = Draw(seed)
         given = FUNCTIONS[name].draw(draw)
         if given.get("sampling_mask") is not None and "max_grad_rows" in given:
-            given["max_grad_rows"] = given["labels"].numel()  # more_rows_than_the_bounds_are_nan exceeds it
+            given["max_grad_rows"] = given["labels"].numel()  # a bound is exceeded only where no row has a span
         vocabulary = given["logits"].shape[-1] if "logits" in given else len(given["weight"])
         edges = [0, *accumulate(draw.parts(vocabulary, ranks.size))]
         sharded = shard_of(ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())
@@ -260,24 +260,6 @@ def ranks_agree_on_the_rows(ranks: Ranks) -> None:
     assert_alike(ranks, gradient)
 
 
-@on_ranks(*SIZES)
-def more_rows_than_the_bounds_are_nan(ranks: Ranks) -> None:
-    torch.manual_seed(6)
-    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    arguments = hidden, weight, torch.arange(10), 20 * ranks.rank, ranks.group
-    mask = torch.arange(10) % 2 == 0
-    for options in ({"mask": mask, "max_rows": 4}, {"max_rows": 9}):
-        for result in shared_head(*arguments, **options):
-            assert result[mask].isnan().all()
-    logprob, entropy = shared_head(*arguments, max_grad_rows=4)
-    assert logprob.isfinite().all()
-    gradients = torch.autograd.grad(((logprob + entropy) * mask).sum(), (hidden, weight))
-    assert gradients[0][mask].isnan().all()
-    assert gradients[1].isnan().all()
-    results = shared_head(*arguments, mask=mask, max_rows=5, max_grad_rows=5)
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(sum(results).sum(), (hidden, weight)))
-
-
 @on_ranks(2)
 def the_gradient_of_a_shard_is_added(ranks: Ranks) -> None:
     """Each rank adds its gradient to its own tensor, here one of them a DTensor."""
@@ -351,7 +333,7 @@ def on_a_mesh(ranks: Ranks, vocabulary: int, data: int) -> None:
     assert_gradient(slope.to_local(), wanted[0].double())
 
 
-@pytest.mark.parametrize("vocabulary", [2, 5, 9, 40, 41])  # with 2 tokens, not all ranks have some
+@pytest.mark.parametrize("vocabulary", [2, 9, 41])  # with 2 tokens, not all ranks have some
 @pytest.mark.parametrize(("size", "data"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 def test_dtensors(size: int, data: int, vocabulary: int) -> None:
     world(size).run(on_a_mesh, vocabulary, data)
