@@ -149,20 +149,6 @@ def test_bounds() -> None:
 # ---- NaN and infinite values -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_what_is_masked_is_not_read(level: str, poison: float) -> None:
-    logprob, old, mask = sample()
-    options = {"mask": mask, "level": level, "groups": groups_at(level, mask.shape, least=0)}
-    clean = with_gradient(importance_ratio, logprob, old, old_logprob=old, **options)
-    dirty = torch.where(mask, logprob, poison), torch.where(mask, old, poison)
-    found = with_gradient(importance_ratio, dirty[0], dirty[1], old_logprob=dirty[1], **options)
-    for one, other in zip(found, clean, strict=True):
-        assert_same_bits(one, other)
-    assert (found[0][~mask] == 1).all()
-    assert (found[1][~mask] == 0).all()
-
-
 @pytest.mark.simd
 @pytest.mark.parametrize("denominator", ["self", "old"])
 @pytest.mark.parametrize("level", LEVELS)

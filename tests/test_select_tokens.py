@@ -141,14 +141,6 @@ def test_nothing_to_keep(shape: tuple[int, ...], rule: str) -> None:
         assert (found.threshold == INF).all()
 
 
-def test_logits_of_masked_tokens_are_not_read() -> None:
-    logits, mask = random_logits(3, 8, 500), torch.rand(3, 8) < 0.5
-    clean = select_tokens_from_logits(logits, torch.ones(3), 0.5, mask=mask)
-    logits[~mask] = NAN
-    check(select_tokens_from_logits(logits, torch.ones(3), 0.5, mask=mask), clean)
-    assert (clean.entropy[~mask] == 0).all()
-
-
 @pytest.mark.parametrize(
     ("scope", "shape"),
     [

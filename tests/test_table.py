@@ -26,7 +26,7 @@ import d3s_kernels as d3s
 from d3s_kernels import _torch, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.build import FOLDER
-from d3s_kernels._dispatch.libraries import COMPILED, registered
+from d3s_kernels._dispatch.libraries import COMPILED, argument_names, registered
 from d3s_kernels._rules.rules import ROLLOUT_RULES, TOKEN_RULES
 from d3s_kernels.check.compare import called, compare_here
 from d3s_kernels.check.tolerances import calls, written_arguments
@@ -65,6 +65,28 @@ def test_strides_and_alignment_change_no_bit(op: str) -> None:
         given = {name: part.detach() if isinstance(part, Tensor) else part for name, part in OPS[op].draw(draw).items()}
         packed = {name: part.contiguous().clone() if isinstance(part, Tensor) else part for name, part in given.items()}
         for one, other in zip(called(call, given), called(call, packed), strict=True):
+            if one is not None:
+                assert_identical(one, other)
+
+
+# Arguments with one number, or one row, for each element of a mask.
+OF_TOKENS = ("scores", "entropy", "logits", "values", "logprob", "old_logprob", "hidden")
+OF_TOKENS += ("grad_ratio", "grad_logprob", "grad_entropy")
+MASKED = [op for op in sorted(served_by("kernels")) if "mask" in argument_names(op)]
+
+
+@pytest.mark.parametrize("op", [op for op in MASKED if op != "compact"])  # of which the mask is all that there is
+def test_what_is_masked_is_not_read(op: str) -> None:
+    call = getattr(torch.ops.d3s_kernels, op).default
+    for draw in draws():
+        given = {name: part.detach() if isinstance(part, Tensor) else part for name, part in OPS[op].draw(draw).items()}
+        if (mask := given.get("mask")) is None:
+            continue
+        poisoned = dict(given)
+        for name in OF_TOKENS:
+            if isinstance(part := given.get(name), Tensor) and part.shape[: mask.dim()] == mask.shape:
+                poisoned[name] = part.where(mask.reshape(mask.shape + (1,) * (part.dim() - mask.dim())), torch.nan)
+        for one, other in zip(called(call, poisoned), called(call, given), strict=True):
             if one is not None:
                 assert_identical(one, other)
 
