@@ -36,7 +36,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 import d3s_kernels as d3s
-from d3s_kernels import _triton
+from d3s_kernels import _triton, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._triton import launch, logprob_entropy, max_variance, topk_mask
 from d3s_kernels._triton import logprob_entropy_backward as backward
@@ -347,6 +347,20 @@ def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
         _, counts, thresholds = kernel("select_tokens", scores, torch.tensor(-1.0), ratio, pooled=False)
         assert counts.tolist() == kept
         assert_identical(thresholds, torch.tensor(lowest))
+
+
+@pytest.mark.parametrize("length", [33, 64, 65])  # of which a program holds 32, and reads at most 64
+def test_scores_that_a_program_takes_in_parts(length: int) -> None:
+    for draw in draws(2):
+        scores, mask, k = draw.values((2, length)), draw.mask((2, length)), draw.integer(1, length)
+        for quota in ({"ratio": 0.3}, {"k": k}, {"ratio": torch.tensor(0.07)}, {"k": torch.tensor(k)}):
+            found = d3s.topk_mask(scores, **quota, mask=mask)
+            assert_identical(found, reference.topk_mask(scores, **quota, mask=mask))
+        for each in (torch.tensor(-0.7), torch.randn(2), torch.randn(2, length)):
+            given = {"mask": mask, "scope": "sequence", "drop_zeros": draw.flag()}
+            ours, theirs = (of.select_tokens(scores, each, 0.3, **given) for of in (d3s, reference))
+            for one, other in zip(ours[:4], theirs[:4], strict=True):
+                assert_identical(one, other)
 
 
 def test_a_ratio_that_was_rounded_up() -> None:
