@@ -582,7 +582,7 @@ def test_spans_of_a_sampling_mask() -> None:
 
 def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host does not check the values of spans, as on a GPU."""
-    monkeypatch.setattr(HeadProblem, "_check_spans", lambda problem: None)
+    monkeypatch.setattr(HeadProblem, "_check_supports", lambda problem: None)
     spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9]]
     labels = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2])
     ids = torch.tensor([*itertools.chain(*spans)], dtype=torch.int32)
