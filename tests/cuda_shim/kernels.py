@@ -620,6 +620,16 @@ def test_long_spans_beside_short_ones(longest: int) -> None:
     assert_same(some, (all_rows[rows] for all_rows in found))
 
 
+def test_a_bound_counts_the_dense_rows_of_all_threads() -> None:
+    lengths = torch.randint(2, (3000,)).index_fill_(0, torch.arange(100), 1)
+    offsets, ids = torch.tensor([0, *itertools.accumulate(lengths.tolist())]), torch.zeros(3000, dtype=torch.int32)
+    count = int((lengths == 0).sum())
+    for bound in (count, count - 1, None):
+        dense, exceeded = OP.support_rows(torch.empty(3000, 1), ids, offsets, bound)
+        assert torch.equal(dense, lengths == 0)
+        assert exceeded.tolist() == [bound == count - 1]
+
+
 # With the last two lists of offsets, some stretches of the first row belong to no row.
 @pytest.mark.parametrize("cuts", [[2**31 - 1, 4000, 935, 3000], [0, 3000, -5, 335], [-5, 4000, -5, 0]])
 def test_bad_offsets_of_shared_sums_give_what_is_undefined(cuts: list[int]) -> None:
