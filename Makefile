@@ -82,7 +82,7 @@ $(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.torch
 # The workflows are checked without torch.
 $(VENV)/.with-workflows: | $(BIN)/python
 $(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
-	@$(BIN)/python tools/pyproject.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
+	@$(BIN)/python tools/project.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
 	$(STAGE) 'packages of $(@:$(VENV)/.with-%=%)' $(PIP) -r $@.txt
 	@mv $@.txt $@
 
@@ -99,7 +99,7 @@ WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # Tests that other targets run.
-OF_DEMO := test_demo.py test_learning.py test_methods_pictures.py
+OF_DEMO := test_demo.py test_learning.py test_pictures.py
 ELSEWHERE := binaries verl swift $(OF_DEMO) $(if $(HAS_GPU),,cuda)
 
 test: setup  ## what shows that the library works on this machine: every op on every back-end, ranks, TRL
@@ -118,7 +118,7 @@ test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code
 	$(STAGE) 'CUDA kernels, compiled where there is nvcc' $(INSTALL) $(BUILD_OPTIONS)
 	$(BIN)/python $(PYTEST) tests/binaries
 
-test-demo: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## the demo, the experiment and the pictures of the methods, at full strength
+test-demo: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## the demo, the experiment and the pictures, at full strength
 	D3S_TEST_ALL=1 $(BIN)/python $(PYTEST) $(OF_DEMO:%=tests/%)
 
 # Where there is what it takes; its own environment is downloaded once.
@@ -151,7 +151,7 @@ define ENVIRONMENT_OF
 	@$(BIN)/python -m venv --without-pip $(2)
 	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
 	  > "$$($(2)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
-	@$(BIN)/python tools/pyproject.py test-$(1) > $@.txt
+	@$(BIN)/python tools/project.py test-$(1) > $@.txt
 	@$(BIN)/pip --python $(2)/bin/python install --no-compile $(QUIET) -r $@.txt
 	@$(BIN)/pip --python $(2)/bin/python install --no-compile -q --no-deps \
 	  $(if $(filter newest,$(3)),$(4)$(1),'$(4)$(1)==$(3)')
@@ -256,7 +256,7 @@ DOCS := $(VENV)/docs
 
 $(DOCS)/.set-up: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --without-pip $(DOCS)
-	$(BIN)/python tools/pyproject.py docs > $@.txt
+	$(BIN)/python tools/project.py docs > $@.txt
 	$(BIN)/pip --python $(DOCS)/bin/python install -q -r $@.txt
 	mv $@.txt $@
 
@@ -419,7 +419,7 @@ release: $(VENV)/.tools  ## dist/: the source release and the plain wheel, for a
 	$(BIN)/pip install -q $(REPAIR) build twine
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist .
 	rm -rf build/sdist && mkdir -p build/sdist
-	tar -xf "dist/d3s_kernels-$$($(PYTHON) tools/version.py).tar.gz" -C build/sdist --strip-components 1
+	tar -xf "dist/d3s_kernels-$$($(PYTHON) tools/project.py --version).tar.gz" -C build/sdist --strip-components 1
 	$(BIN)/python build/sdist/tools/wheel.py plain --out dist $(if $(PYTHONS),--pythons $(PYTHONS))
 	$(BIN)/python -m twine check --strict dist/*.tar.gz dist/*.whl
 
@@ -431,7 +431,7 @@ release-check:  ## what keeps this checkout from being released; TAG=v0.2.0 comp
 	$(PYTHON) tools/release_check.py $(if $(TAG),--tag '$(TAG)')
 
 release-notes:  ## print the notes of this version, as on the page of its release
-	@$(PYTHON) tools/release_notes.py
+	@$(PYTHON) tools/release_check.py --notes
 
 clean:  ## remove what was built
 	rm -rf build $(VENV)/.library $(VENV)/.first-look

@@ -1,5 +1,5 @@
-"""Makes the page of a run from the run's JSON. `python -m benchmarks` writes the page; tools/performance.py writes it
-again.
+"""Makes the page of a run from the run's JSON. `python -m benchmarks` writes it, and `python -m benchmarks.page` writes
+all pages of benchmarks/results again.
 """
 
 import json
@@ -15,6 +15,7 @@ from .withdrawn import reasons, what_stands
 # Bytes of memory a second, by NVIDIA's data sheets.
 SPECIFIED = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12, "NVIDIA B200": 8.0e12}
 
+RESULTS = Path(__file__).with_name("results")
 Row = dict[str, Any]  # one of a run's targets
 Run = dict[str, Any]
 
@@ -45,6 +46,12 @@ alone" is this machine limited to AVX2, in the library, in torch and in torch.co
 def read(path: Path) -> Run:
     """The run in this file, without what was withdrawn."""
     return what_stands(json.loads(path.read_text(encoding="utf-8")), path.stem)
+
+
+def newest() -> list[Run]:
+    """The latest run of each machine without what was withdrawn, GPUs first, the newest first."""
+    runs = {run["machine"]: run for run in map(read, sorted(RESULTS.glob("*.json"), key=lambda path: path.stem[-10:]))}
+    return sorted(runs.values(), key=lambda run: (run["device"], run["date"]), reverse=True)
 
 
 def page_of(path: Path) -> str:
@@ -160,3 +167,8 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A table in Markdown; empty if there are no rows."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) if len(lines) > 2 else ""
+
+
+if __name__ == "__main__":
+    for file in RESULTS.glob("*.json"):
+        file.with_suffix(".md").write_text(page_of(file), encoding="utf-8")

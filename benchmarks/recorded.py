@@ -1,9 +1,9 @@
 """Lengths, rewards and entropies of a real model's answers, in the sizes of a contest; and lengths of TRL's benchmark.
 
-`recorded.json` has 64 answers of at most 128 tokens, which SmolLM2-135M gave to eight word problems
-(tools/record_answers.py). Answers of a model with random weights would not do. All their tokens would have nearly the
-same entropy, so |advantage| x entropy would rank tokens by their rollout. Also, all answers would be as long as the
-limit.
+`recorded.json` has 64 answers of at most 128 tokens, which SmolLM2-135M gave to eight word problems: the demo's, drawn
+and sampled with the seed in the file (`draw` and `record` in examples/_demo). Answers of a model with random weights
+would not do. All their tokens would have nearly the same entropy, so |advantage| x entropy would rank tokens by their
+rollout. Also, all answers would be as long as the limit.
 """
 
 from __future__ import annotations

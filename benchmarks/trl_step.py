@@ -133,7 +133,7 @@ class Update:
     """An update. A call returns the loss; it also computes the gradients, and drops them."""
 
     def __init__(self, name: str, sizes: Sizes, shape: str, lengths: str = RECORDED) -> None:
-        self.name, self.trainer = name, trainer_of(name, sizes, shape)
+        self.name, self.trainer, self.kept_by_latest = name, trainer_of(name, sizes, shape), 0
         self.batch = generation_batch(sizes, shape, lengths)
 
     def kept(self) -> dict[str, Any]:
@@ -146,16 +146,22 @@ class Update:
         return kept
 
     def __call__(self) -> float:
-        trainer = self.trainer
+        trainer, before = self.trainer, self.tokens_kept
         trainer.forwards.clear()
         batch = self.kept()
         with trainer.compute_loss_context_manager(), d3s_head() if self.name == GRPO_OUR_HEAD else nullcontext():
             loss = trainer.compute_loss(trainer.model, batch)
+        self.kept_by_latest = self.tokens_kept - before
         loss.backward()
         trainer.model.zero_grad(set_to_none=True)  # so the next call allocates gradients again, which its peak includes
         if not trainer.forwards:
             raise RuntimeError(f"{self.name}: TRL scores tokens in another way, so the model's own entropies counted")
         return loss.item()
+
+    @property
+    def tokens_kept(self) -> int:
+        """The number of kept tokens, of all calls so far."""
+        return int(self.trainer.state.stateful_callbacks.get("D3STrainer", {"num_tokens_kept": 0})["num_tokens_kept"])
 
     @property
     def forwarded(self) -> list[str]:
@@ -170,8 +176,7 @@ class Update:
         """What the latest call forwarded, and what it kept."""
         kept = []
         if isinstance(self.trainer, D3STrainer):
-            number, all_tokens = self.trainer._just_counted.value()[0], int(self.batch["num_items_in_batch"])
-            kept = [f"{number:,} of {all_tokens:,} tokens kept"]
+            kept = [f"{self.kept_by_latest:,} of {int(self.batch['num_items_in_batch']):,} tokens kept"]
         return "; ".join([*self.forwarded, *kept])
 
 

@@ -72,12 +72,11 @@ class Browser:
         answer: dict[str, Any] = json.loads(message)
         return answer
 
-    def open(self, path: Path, width: int = 1000, height: int = 1400, scheme: str = "light") -> None:
-        """Loads a file, in a window of this size, for a reader of light or dark pages."""
+    def open(self, path: Path, width: int = 1000, height: int = 1400) -> None:
+        """Loads a file, in a window of this size."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
@@ -88,14 +87,6 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
-
-    def point_at(self, selector: str) -> None:
-        """Moves the mouse onto the first element that the selector finds."""
-        place = self.value(
-            f"(() => {{const e = document.querySelector('{selector}'); e.scrollIntoView({{block: 'center'}});"
-            " const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]})()"
-        )
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
 
     def requests(self) -> list[str]:
         """The addresses that were asked for since the page was opened."""

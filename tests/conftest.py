@@ -89,7 +89,7 @@ FIRST = (
     "test_compiled_losses.py",
     "test_registration.py",
     "test_no_hangs.py",
-    "test_rollouts_across_ranks.py",
+    "test_across_ranks.py",
     "test_export.py",
 )
 # Files whose tests share no expensive set-up: a free worker takes the next test.

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,45 +105,6 @@ def assert_gradient(actual: Tensor, expected: Tensor, floor: float = 0.0) -> Non
     error = (actual.double() - expected.to(actual.dtype).double()).norm().item()
     within_steps = error <= tolerance * expected.double().norm().item()
     assert within_steps or (actual.double() - expected.double()).norm().item() <= floor
-
-
-def assert_unchecked_spans(call: Callable[..., Any]) -> None:
-    """What happens to spans on a GPU, which nobody has checked: NaN in their rows, and nothing out of bounds. ``call``
-    takes the name of an op and its arguments.
-    """
-    spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9], [-(2**31), 2]]
-    labels, logits = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2, -7]), random_logits(9, 50)
-    ids = every_id = torch.tensor(list(chain(*spans)), dtype=torch.int32)
-    offsets = torch.tensor([0, *accumulate(map(len, spans))])
-
-    def results(cuts: Tensor, heat: Tensor | None = None, include: bool = False) -> list[Tensor]:
-        """The results and the gradient, of the dense rows and then of the others among them."""
-        n, ones = len(cuts) - 1, torch.ones(len(cuts) - 1)
-        given, supports = (logits[:n], labels[:n]), (ids, cuts, include)
-        dense, _ = call("support_rows", logits[:n], ids, cuts)
-        found = call("logprob_entropy", *given, 1.0, heat, dense)
-        call("support_logprob_entropy_", *found, *given, *supports, 1.0, heat)
-        slope = call("logprob_entropy_backward", ones, ones, *given, *found[1:], 1.0, heat, dense)
-        call("support_logprob_entropy_backward_", ones, ones, *given, *found[1:], slope, *supports, 1.0, heat)
-        return [*found, slope]
-
-    def undefined(cuts: Tensor, include: bool = False) -> list[list[bool]]:
-        logprob, entropy, *_, slope = results(cuts, include=include)
-        assert torch.equal(slope.isnan().all(1), slope.isnan().any(1))
-        return [part.isnan().tolist() for part in (logprob, entropy, slope[:, 0])]
-
-    bad, lacking = [False, True, True, True, False, False, False, False, True], [4, 5]
-    logprob, entropy, slope = undefined(offsets)
-    assert entropy == bad
-    assert logprob == slope == [is_bad or row in lacking for row, is_bad in enumerate(bad)]
-    logprob, entropy, slope = undefined(offsets, include=True)
-    assert logprob == entropy == slope == bad
-    heat = torch.tensor([1.0, NAN, 0.0, -1.0])
-    ids = ids[[0, 0, 0, 5]]
-    assert results(torch.arange(5), heat)[0].isnan().tolist() == [False, True, True, True]
-    ids = every_id
-    for cuts in (-torch.arange(10), 1000 * torch.arange(10), torch.full((10,), -(2**62)), torch.arange(10, 0, -1)):
-        assert all(undefined(cuts)[0][row] for row in range(1, 9) if labels[row] != -100)
 
 
 def assert_narrow_gradient(statistics: Callable, backward_: Callable, columns: int, dtype: torch.dtype) -> None:
@@ -312,50 +273,7 @@ def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> li
 # ---- segments --------------------------------------------------------------------------------------------------------
 
 
-class Segmented(NamedTuple):
-    """Values in segments: rows of the last dimension, or pieces of a 1-D tensor with bounds in `offsets`."""
-
-    values: Tensor
-    offsets: Tensor | None
-    mask: Tensor | None
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """The shape of a tensor with one number for each segment."""
-        return self.values.shape[:-1] if self.offsets is None else (len(self.offsets) - 1,)
-
-
-# Few distinct values, so that most segments have ties.
-repetitive = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5])
-awkward = repetitive | st.sampled_from([INF, -INF, NAN]) | st.floats(width=32)
-
-
-@st.composite
-def segmented(draw: st.DrawFn, elements: st.SearchStrategy[float], max_length: int = 12) -> Segmented:
-    """Ragged or rectangular segments of any dtype, also empty ones or none at all, with and without a mask."""
-    offsets = None
-    if draw(st.booleans()):
-        lengths = draw(st.lists(st.integers(0, max_length), max_size=5))
-        shape: tuple[int, ...] = (sum(lengths),)
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=draw(st.sampled_from([torch.int32, torch.int64])))
-    else:
-        shape = (*draw(leading_shapes), draw(st.integers(0, max_length)))
-    count = math.prod(shape)
-    values = torch.tensor(draw(st.lists(elements, min_size=count, max_size=count)), dtype=torch.float32)
-    kept = draw(st.none() | st.lists(st.booleans(), min_size=count, max_size=count))
-    mask = None if kept is None else torch.tensor(kept, dtype=torch.bool).view(shape)
-    return Segmented(values.view(shape).to(draw(dtypes)), offsets, mask)
-
-
 def cut(total: int, segments: int) -> Tensor:
     """Offsets that divide `total` into `segments` random pieces, some of them empty."""
     inner = torch.randint(total + 1, (segments - 1,)).sort().values
     return torch.cat([torch.tensor([0]), inner, torch.tensor([total])])
-
-
-@st.composite
-def ratios(draw: st.DrawFn) -> float | Tensor:
-    """A ratio in (0, 1], as a number or as a 0-d tensor of float32 or float64."""
-    value = draw(st.sampled_from([0.05, 0.07, 0.1, 0.2, 0.5, 1.0]) | st.floats(1e-6, 1.0))
-    dtype = draw(st.sampled_from([None, torch.float32, torch.float64]))
-    return value if dtype is None else torch.tensor(value, dtype=dtype)

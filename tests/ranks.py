@@ -8,6 +8,7 @@ that asks for it gets a new one.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -120,7 +122,40 @@ def world(size: int) -> World:
     return World(size)
 
 
-def pieces_of(total: int, size: int, generator: torch.Generator) -> list[int]:
-    """A random number of items for each of ``size`` ranks, ``total`` in all; some may be 0."""
-    edges = torch.randint(0, total + 1, (size - 1,), generator=generator).sort().values.tolist()
-    return [b - a for a, b in zip([0, *edges], [*edges, total], strict=True)]
+def assert_all_refuse(task: Callable[..., Any], *of: Any, bad: Any, said: str, good: Any = None) -> None:
+    """Two ranks that are both given something bad refuse it before anything is sent, so none waits. If one of them is
+    given it, and the ranks are asked to check, both say so. ``task(ranks, *of, each)`` calls with ``each[rank]``.
+    """
+    for error in world(2).outcomes(task, *of, [bad, bad]):
+        assert isinstance(error, TypeError | ValueError), error
+        assert str(error).startswith(said)
+    if good is not None:
+        first, second = world(2).outcomes(task, *of, [good, bad], D3S_KERNELS_CHECK="1")
+        assert (type(first), str(first)) == (type(second), str(second))
+        assert str(first).startswith(said)
+        assert str(first).endswith(" (on rank 1 of 2)")
+
+
+def assert_told_apart(task: Callable[..., Any], *of: Any, good: Any, other: Any, said: str) -> None:
+    """What differs between two ranks that are asked to check is refused by both in the same words."""
+    first, second = world(2).outcomes(task, *of, [good, other], D3S_KERNELS_CHECK="1")
+    assert [type(first), type(second)] == [ValueError, ValueError]
+    assert str(first) == str(second)
+    assert str(first).startswith(said)
+
+
+def on_ranks(*sizes: int, **environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a task: all ranks run it, in worlds of these sizes. The test has the task's name behind `test_`.
+    The task keeps its own, by which the other processes find it.
+    """
+
+    def made(task: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("size", sizes)
+        def test(size: int) -> None:
+            world(size).run(task, **environment)
+
+        test.__doc__ = task.__doc__
+        setattr(sys.modules[task.__module__], f"test_{task.__name__}", test)
+        return task
+
+    return made

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
-import threading
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ import torch
 pytest.importorskip("rich")
 clock = pytest.importorskip("benchmarks.clock")
 cuda_clock = pytest.importorskip("benchmarks.cuda_clock")
-from benchmarks import bench_sampling_masks, harness, inputs, judging, nvml, report, targets, timing  # noqa: E402
+from benchmarks import harness, judging, report, timing  # noqa: E402
 
 CACHE_BYTES = 4096
 
@@ -98,15 +96,6 @@ def test_short_work_is_replayed_as_a_graph_with_a_call_for_every_copy(cuda) -> N
     assert (ready.work.graph.replays - before) * ready.work.calls == ready.calls
 
 
-@pytest.mark.parametrize(("host", "timed_by"), [(0.0001, "events"), (0.002, "graph replay")])
-def test_longer_work_is_replayed_where_the_gpu_waits_for_the_host(
-    cuda, host: float, timed_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_clock, "elapsed", lambda call, times, gauge: (0.003 * times, None))
-    monkeypatch.setattr(cuda_clock, "host_seconds", lambda work: host)
-    assert cuda.ready(print).timed_by == timed_by
-
-
 def test_work_that_waits_for_the_gpu_is_not_recorded_and_other_errors_are_not_hidden(cuda, gpu: Gpu) -> None:
     def work() -> None:
         if gpu.mode == "error":
@@ -119,22 +108,6 @@ def test_work_that_waits_for_the_gpu_is_not_recorded_and_other_errors_are_not_hi
     error = "out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
         cuda.ready(work)
-
-
-def test_work_that_cannot_be_recorded_is_timed_by_events(cuda, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def graph(*_: object, **__: object):
-        recording.append("begun")
-        yield
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-    recording = []
-    monkeypatch.setattr(gpu, "graph", graph)
-    private = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: recording.append((device, pool)))
-    monkeypatch.setattr(cuda_clock.torch, "_C", private, raising=False)
-    with pytest.warns(UserWarning, match="timed by events: operation failed"):
-        ready = cuda.ready(print)
-    assert (ready.work, ready.timed_by, recording) == (print, clock.NOT_RECORDED, ["begun", (0, (0, 1))])
 
 
 def test_preparation_is_not_timed(cuda) -> None:
@@ -150,72 +123,6 @@ def test_preparation_is_not_timed(cuda) -> None:
     assert cuda.time(ready.work, ready.calls) < 0.02
     assert set(results) == {3}
     assert cuda.peak_bytes(ready.work) == 64
-
-
-def test_work_that_is_slow_on_a_cpu_is_called_three_times_there_and_repeated_on_a_gpu(cuda) -> None:
-    calls = []
-    work = clock.Slow(lambda: calls.append(perf_counter()))
-    for device, repeated in ((clock.CpuClock(), False), (cuda, True)):
-        ready = device.ready(work)
-        times = {device.time(ready.work, ready.calls) for _ in range(3)}
-        assert (len(times) > 1, len(calls) > 3) == (repeated, repeated)
-
-
-def test_the_callers_clock_lets_the_gpu_finish_before_its_queue_is_full(gpu: Gpu, monkeypatch) -> None:
-    events = []
-    monkeypatch.setattr(gpu, "synchronize", lambda: events.append("wait"))
-    assert cuda_clock.CallerClock().time(lambda: events.append("call"), 450) > 0
-    assert events == ["wait", *["call"] * 200, "wait", *["call"] * 200, "wait", *["call"] * 50, "wait"]
-
-
-def test_bandwidth_is_judged_by_that_of_the_same_run() -> None:
-    rivals = {
-        report.OURS: timing.Timing("ours", "4", 1, [1.0, 2.0, 4.0] * 2),
-        "copy": timing.Timing("yardstick", "4", 1, [0.9, 1.9, 3.7] * 2),
-    }
-    share = judging.ShareOf("", ("copy",), 90).judge(rivals, judging.RULES["cuda"])
-    assert (share.value, share.outcome) == (pytest.approx(92.5), "met")
-
-
-def test_reading_is_judged_by_the_better_of_a_sum_and_a_copy() -> None:
-    """By the better median, not by the better of each round; then by what the GPU's memory is specified to do."""
-    sizes = "1,000 x 1,000 bfloat16"
-    rivals = {
-        name: timing.Timing(role, sizes, 1, seconds)
-        for name, role, seconds in (
-            (report.OURS, "ours", [1e-6] * 6),
-            ("read", "yardstick", [1.1e-6, 0.8e-6] * 3),
-            (targets.HALF_A_COPY, "yardstick", [0.9e-6, 0.9e-6] * 3),
-        )
-    }
-    target = next(target for target in targets.CUDA if isinstance(target, judging.ShareOf))
-    for left_out, against, value in (("", targets.HALF_A_COPY, 90), (targets.HALF_A_COPY, "read", 95)):
-        held = {name: of for name, of in rivals.items() if name != left_out}
-        line = report.judge(target, held, judging.RULES["cuda"], "NVIDIA H200")
-        assert (line.verdict.against, line.verdict.value) == (against, pytest.approx(value))
-        assert line.value.endswith("; 41.7% of the specified bandwidth")
-    assert "specified" not in report.judge(target, rivals, judging.RULES["cuda"], "Some GPU").value
-    both = {
-        "memory bandwidth": {
-            name: timing.Timing("yardstick", "9 bytes", 1, [took]) for name, took in (("read", 3.0), ("copy", 2.0))
-        }
-    }
-    assert report.gigabytes_per_second(both, judging.RULES["cuda"]) == {"read": 9e-9, "copy": 9e-9}
-
-
-def test_the_kept_logits_of_a_rotation_are_larger_than_twice_the_cache(cuda) -> None:
-    """For 128 rows and a cache of 1 MB: a 64th of a GPU's contest, and of an H200's cache."""
-    cuda.cache_bytes, vocabulary = 1 << 20, 151_936
-    kept = inputs.draw_kept(vocabulary, 128)
-    given = bench_sampling_masks.in_turn(kept, vocabulary, 2)
-    works = [cuda.bind(lambda kept: kept, given) for _ in range(2)]
-    one, other = ([work() for _ in range(work.count)] for work in works)
-    assert all(map(operator.is_, one, other))  # the same for all contenders
-    rows = torch.repeat_interleave(kept.mask.offsets.diff())
-    sectors = torch.cat([(rows * vocabulary + seen.mask.token_ids) * 2 // 32 for seen in one]).unique()
-    assert len(sectors) * 32 > 2 * cuda.cache_bytes
-    assert all(row in span for row, span in zip(one[-1].labels.tolist(), one[-1].mask.to_lists(), strict=True))
-    assert one[-1].padded[kept.padded < 0].eq(-1).all()
 
 
 # ---- the clock of a GPU ----------------------------------------------------------------------------------------------
@@ -295,82 +202,3 @@ def test_the_clocks_are_logged_and_told(tmp_path: Path) -> None:
         "median_megahertz": 2_000, "megahertz_range": [1_700, 2_000], "median_watts": 700, "rounds_at_another_clock": 1
     }.items()  # fmt: skip
     assert report.other_clocks(log.contests) == ["CLOCKS more than 3% from ours, in rounds: a contest: all (1 of 3)"]
-
-
-def test_without_nvml_there_is_one_warning_and_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(nvml.ctypes, "CDLL", missing)
-    with pytest.warns(UserWarning, match="clock and power are not logged: libnvidia-ml.so.1: cannot open") as told:
-        assert nvml.gauge_of(torch.device("cuda")) is None
-    assert len(told) == 1
-
-
-def test_the_clock_is_read_while_the_work_is_done(cuda) -> None:
-    cuda.time(list, 1)
-    assert cuda.reading() is None  # without a gauge
-    readings, read = iter([1_650, 1_700, 1_900]), threading.Event()
-
-    def of_gauge() -> clock.Reading | None:
-        megahertz = next(readings, None)
-        if megahertz is None:  # as where NVML fails for a moment
-            read.set()
-            return None
-        return clock.Reading(megahertz, 650)
-
-    cuda.gauge = SimpleNamespace(read=of_gauge)
-    cuda.time(lambda: read.wait(10), 1)
-    assert cuda.reading() == clock.Reading(1_700, 650)
-
-
-@pytest.mark.parametrize(
-    ("facts", "visible", "asked"),
-    [
-        ({"pci_domain_id": 0, "pci_bus_id": 27, "pci_device_id": 1}, "5", "PciBusId_v2 b'00000000:1b:01.0'"),
-        ({}, "5,3", "Index_v2 5"),
-        ({}, "GPU-7f", "UUID b'GPU-7f'"),
-        ({}, "", "Index_v2 0"),
-    ],
-)
-def test_the_gauge_reads_the_gpu_that_torch_uses(
-    facts: dict[str, int], visible: str, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, clocks = [], iter([1_000, 1_800])
-
-    def handle(name: str):
-        return lambda argument, _: calls.append(f"{name} {argument!r}")
-
-    def clock_info(device, which: int, into) -> None:
-        assert which == 1
-        into._obj.value = next(clocks)
-
-    def fields(device, count: int, into) -> None:
-        into._obj.value = 612_000
-
-    library = SimpleNamespace(
-        nvmlInit_v2=lambda: 0,
-        nvmlDeviceGetClockInfo=clock_info,
-        nvmlDeviceGetFieldValues=fields,
-        **{f"nvmlDeviceGetHandleBy{name}": handle(name) for name in ("PciBusId_v2", "Index_v2", "UUID")},
-    )
-    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(nvml.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**facts))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gauge = nvml.gauge_of(torch.device("cuda", 0))
-    assert gauge.read() == clock.Reading(1_800, 612)
-    assert calls == [asked]
-    library.nvmlDeviceGetFieldValues = lambda *_: 3
-    library.nvmlDeviceGetPowerUsage = lambda device, into: setattr(into._obj, "value", 500_000)
-    assert gauge.watts() == 500
-    library.nvmlDeviceGetClockInfo = lambda *_: 3
-    with pytest.warns(UserWarning, match="nvmlDeviceGetClockInfo fails with error 3"):
-        assert nvml.gauge_of(torch.device("cuda", 0)) is None
-
-
-def test_a_target_that_was_not_measured_is_told_in_a_whole_run() -> None:
-    rule = judging.RULES["cuda"]
-    absent = report.lines({}, targets.CUDA, rule, whole=True)
-    assert [line.what for line in absent] == [target.contest for target in targets.CUDA]
-    assert {line.outcome for line in absent} == {"not measured"}
-    assert report.lines({}, targets.CUDA, rule) == []

@@ -68,17 +68,13 @@ def test_the_report_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture
     }
 
 
-def test_what_is_wrong_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """An infinite error is no number of JSON's."""
+def test_what_is_wrong_or_does_not_run_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """An infinite error is no number of JSON's. What does not run matters only where the back-end serves."""
     found["torch"] = WORST | {"entropy": Difference("cpu", "entropy", (0,), math.inf, 1e-5)}
     report = as_json(capsys, 1)
     assert not report["good"]
     entropy = report["devices"][0]["backends"][1]["ops"]["entropy"]
     assert entropy == {"output": "entropy", "error": None, "allowed": 1e-5, "agrees": False}
-
-
-def test_what_does_not_run_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """It matters only where the back-end serves."""
     for place, backend, status in ((1, "torch", 0), (0, "cpu", 1)):
         found |= {"cpu": WORST, "torch": WORST, backend: OSError("no C compiler")}
         run = as_json(capsys, status)["devices"][0]["backends"][place]
@@ -88,7 +84,7 @@ def test_what_does_not_run_as_json(found: dict[str, Any], capsys: pytest.Capture
 WHEEL = "80-real 86-real 89-real 90-real 100-real 120"
 
 
-def test_gpus_for_which_there_is_code() -> None:
+def test_gpus_for_which_there_is_code_and_none() -> None:
     for architectures, capabilities in {
         WHEEL: "8.0 8.7 8.9 9.0 10.0 10.3 12.0 12.1 13.0",  # the last by PTX
         "86-real": "8.6 8.9",
@@ -99,14 +95,10 @@ def test_gpus_for_which_there_is_code() -> None:
         for capability in capabilities.split():
             major, minor = map(int, capability.split("."))
             assert doctor.without_code(architectures, (major, minor)) == "", capability
-
-
-def test_gpus_for_which_there_is_none() -> None:
     for architectures, capability, helps in (
         (WHEEL, (7, 5), "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"),
         (WHEEL, (11, 0), f"CMAKE_CUDA_ARCHITECTURES='{WHEEL.replace(' ', ';')};110-real' ."),
         ("86-real", (8, 0), "CMAKE_CUDA_ARCHITECTURES='86-real;80-real' ."),
-        ("90-real", (10, 0), "CMAKE_CUDA_ARCHITECTURES='90-real;100-real' ."),
         ("90-virtual", (8, 9), "CMAKE_CUDA_ARCHITECTURES='90-virtual;89-real' ."),
     ):
         said = doctor.without_code(architectures, capability)
@@ -180,14 +172,11 @@ def test_errors_name_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().err
 
 
-def test_profile_is_the_same_as_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_are_the_same_as_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(profiling, "main", lambda *passed, **named: given.append((passed, named)) or 3)
     assert commands.main(["profile", "--model", "x", "--help"]) == 3
     assert given == [((["--model", "x", "--help"],), {"prog": "d3s profile"})]
-
-
-def test_the_console_script_is_the_command() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     ((module, name),) = re.findall(r'^\[project\.scripts\]\nd3s = "(.+):(.+)"$', text, re.MULTILINE)
     assert getattr(importlib.import_module(module), name) is commands.console

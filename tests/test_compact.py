@@ -13,6 +13,7 @@ def check(mask: Tensor, capacity: int) -> None:
         assert_identical(found, expected)
 
 
+@pytest.mark.slow_elsewhere("pieces of the CPU kernel; cuda_shim/kernels.py has those of a GPU")
 @pytest.mark.parametrize("n", [65_535, 65_536, 65_537, 300_000])
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 def test_long_masks(n: int, share: float) -> None:

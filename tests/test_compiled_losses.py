@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compiled_once, random_labels, random_logits, slow
+from helpers import compiled_once, random_labels, random_logits, rounds, slow
 from torch import Tensor, nn
 
 import d3s_kernels as d3s
@@ -114,7 +114,7 @@ def test_a_loss_of_logits(
 ) -> None:
     """A sampling mask is an argument of the compiled function. Its number of ids changes too."""
     compiled = compiled_once(loss, backend, dynamic, calls)
-    for i in range(20):
+    for i in range(rounds(20)):
         labels, *rest = labels_and_budgets(i, as_tensors)
         kept = [some_spans(labels)] if loss is of_sampled_logits else []
         logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
@@ -128,7 +128,7 @@ def test_a_loss_of_a_head(
     loss: Callable[..., Any], backend: str, dynamic: bool | None, calls: int, as_tensors: bool
 ) -> None:
     compiled, model = compiled_once(loss, backend, dynamic, calls), Model()
-    for i in range(20):
+    for i in range(rounds(20)):
         labels, *rest = labels_and_budgets(i, as_tensors)
         hidden, max_rows = torch.randn(*labels.shape, HIDDEN), labels.numel() - i % 3 - 1
         old = older(model(hidden, labels, max_rows)[0])

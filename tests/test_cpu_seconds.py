@@ -10,37 +10,22 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import cpu_seconds
-from cpu_seconds import PIECE, SLACK, main, piece_of_work, verdict
+from cpu_seconds import PIECE, SLACK, main, verdict
 
 BUSY = "import time\nwhile time.process_time() < 0.5: pass"
 
 
-@pytest.fixture
-def as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is as fast as that of the bounds."""
-    monkeypatch.setattr(cpu_seconds, "median_piece", lambda: PIECE)
+def test_seconds_of_children_count(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cpu_seconds, "median_piece", lambda: PIECE)  # a machine as fast as that of the bounds
 
+    def run(bound: str, code: str) -> int:
+        return main([bound, sys.executable, "-S", "-c", code])
 
-def run(bound: str, code: str) -> int:
-    return main([bound, sys.executable, "-S", "-c", code])
-
-
-@pytest.mark.usefixtures("as_fast")
-def test_seconds_of_children_count(capfd: pytest.CaptureFixture[str]) -> None:
     in_a_child = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {BUSY!r}])"
     assert run("0.25", in_a_child) == 1
     assert capfd.readouterr().err.endswith("takes too many CPU-seconds.\n")
     assert run("2", in_a_child) == 0
-
-
-@pytest.mark.usefixtures("as_fast")
-@pytest.mark.parametrize(("code", "status"), [("", 0), ("raise SystemExit(7)", 7)])
-def test_within_the_bound_the_status_is_that_of_the_command(code: str, status: int) -> None:
-    assert run("60", code) == status
-
-
-def test_a_piece_of_work_takes_time() -> None:
-    assert piece_of_work() > 0
+    assert run("60", "raise SystemExit(7)") == 7
 
 
 @pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])

@@ -28,15 +28,10 @@ CXX = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmake and g++")
 
-# Schemas, fakes and torch.compile: independent of the back-end, and most of the time is spent in compilers.
-ABOVE_THE_KERNELS = ("test_registration.py", "test_compiled_losses.py")
-# The tests of the ops run on the emulated kernels too.
-SUITES = (*GROUPS[:-2], (*GROUPS[-2], *ABOVE_THE_KERNELS), GROUPS[-1])
-# Left to `make test-all`: tests that take 40 s here, whose kernels are also in cuda_shim/kernels.py and the table; and
-# checks of arguments, which are the same code for every back-end.
-LEFT_OUT = ("test_sampling_masks_head.py", "test_errors.py")
+# Left to `make test-all`: tests that take 40 s here, whose kernels are also in cuda_shim/kernels.py and the table.
+LEFT_OUT = ("test_sampling_masks_head.py",)
 # Each child process imports torch and the library again, so `make test` starts only one.
-RUNS = SUITES if EVERYTHING else (sum(SUITES, ()),)
+RUNS = GROUPS if EVERYTHING else (tuple(name for name in sum(GROUPS, ()) if name not in LEFT_OUT),)
 
 
 def build(folder: Path, *options: str) -> Path:
@@ -86,14 +81,14 @@ def run_emulated(library: Path, *arguments: str, **environment: str) -> str:
 
 
 # With fibres in place of threads, an example takes a hundred times as long as on the CPU kernels.
-EXAMPLES = os.environ.get("D3S_TEST_EXAMPLES", "60" if EVERYTHING else "3")
+EXAMPLES = os.environ.get("D3S_TEST_EXAMPLES", "40" if EVERYTHING else "5")
 
 
 @pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
-def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path, record_property: Callable) -> None:
+def test_the_table_and_the_edges_of_the_ops(suite: tuple[str, ...], plain: Path, record_property: Callable) -> None:
     seed = str(secrets.randbits(31))
     print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")
-    files = [str(TESTS / name) for name in suite if EVERYTHING or name not in (*ABOVE_THE_KERNELS, *LEFT_OUT)]
+    files = [str(TESTS / name) for name in suite]
     printed = run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed, D3S_TEST_EXAMPLES=EXAMPLES)
     record_property(*layer("the ops on the CUDA kernels, emulated", printed))
 

@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 
 from _demo import models, plain, update  # noqa: E402
 from _demo.problems import EXAMPLE, GAINS, LOSSES, Problem, draw, is_right  # noqa: E402
-from _demo.rollouts import Recorded, record, up_to  # noqa: E402
+from _demo.rollouts import Recorded, record  # noqa: E402
 
 import d3s_kernels as d3s  # noqa: E402
 
@@ -43,11 +43,6 @@ def test_the_solutions_of_problems_are_right() -> None:
         assert 0 < problem.answer <= models.LARGEST
         assert (problem.verb in GAINS) != (problem.verb in LOSSES)
         assert problem.chat[-1] == {"role": "user", "content": problem.question}
-
-
-def test_completions_end_with_their_end_token() -> None:
-    assert up_to([5, 6, 2, 2, 2], end=2) == [5, 6, 2]
-    assert up_to([5, 6], end=2) == [5, 6]
 
 
 def test_each_prompt_gets_its_recorded_rollouts_in_their_order() -> None:

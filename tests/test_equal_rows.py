@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from helpers import NAN, assert_identical, random_generator, rounds
-from ranks import SIZES, Ranks, pieces_of, world
+from cases.draw import SPECIAL, Draw, draws
+from helpers import NAN, assert_identical, rounds
+from ranks import SIZES, Ranks, world
 from torch import Tensor
 
 from d3s_kernels import max_variance_select, select_rollouts
@@ -17,23 +18,23 @@ KINDS = ("whole numbers", "binary", "normal", "constant groups", "opposites", "f
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def draw(kind: str, ranks: int, most: int, generator: torch.Generator) -> Tensor:
+def drawn(draw: Draw, kind: str, ranks: int, most: int) -> Tensor:
     """Values ``[ranks, most]``, some of them not usable."""
-    shape = ranks, most
-    if kind == "whole numbers":
-        values = torch.randint(-3, 4, shape, generator=generator).float()
-    elif kind == "binary":
-        values = torch.randint(0, 2, shape, generator=generator).float()
-    elif kind == "constant groups":
-        values = torch.randn(ranks, 1, generator=generator) + (torch.rand(shape, generator=generator) < 0.2)
-    elif kind == "opposites":  # the choice amounts to dividing numbers into equal sums
-        values = torch.rand(ranks, 1, generator=generator) * torch.tensor([1.0, -1.0]).repeat(most)[:most]
-    else:
-        values = torch.randn(shape, generator=generator)
-        if kind == "far from 0":  # and rounded, so that some values tie
-            values += 1_000_000
-    unusable = torch.rand(shape, generator=generator) < torch.rand((), generator=generator) * 0.4
-    special = torch.tensor([NAN, math.inf, -math.inf])[torch.randint(3, shape, generator=generator)]
+    shape, generator = (ranks, most), draw.generator()
+    values = {
+        "whole numbers": lambda: torch.randint(-3, 4, shape, generator=generator).float(),
+        "binary": lambda: torch.randint(0, 2, shape, generator=generator).float(),
+        "normal": lambda: torch.randn(shape, generator=generator),
+        "constant groups": lambda: (
+            torch.randn(ranks, 1, generator=generator) + (torch.rand(shape, generator=generator) < 0.2)
+        ),
+        # The choice amounts to dividing numbers into equal sums.
+        "opposites": lambda: torch.rand(ranks, 1, generator=generator) * torch.tensor([1.0, -1.0]).repeat(most)[:most],
+        # And rounded, so that some values tie.
+        "far from 0": lambda: torch.randn(shape, generator=generator) + 1_000_000,
+    }[kind]()
+    unusable = torch.rand(shape, generator=generator) < draw.choice((0.0, 0.1, 0.4))
+    special = torch.tensor(SPECIAL)[torch.randint(3, shape, generator=generator)]
     return torch.where(unusable, special, values)
 
 
@@ -82,18 +83,16 @@ def bound(rows: list[Tensor], each: int) -> tuple[float, float]:
     return best_around(torch.tensor([begin], dtype=torch.float64)).item(), largest**2 / (4 * len(low))
 
 
-def random_case(kind: str, ranks: int, most: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    values = draw(kind, ranks, most, generator)
-    return values, int(torch.randint(1, 2 * ranks * most, (), generator=generator))
+def random_case(draw: Draw, kind: str, ranks: int, most: int) -> tuple[Tensor, int]:
+    return drawn(draw, kind, ranks, most), draw.integer(1, max(1, 2 * ranks * most - 1))
 
 
 @kinds
 def test_against_all_choices(kind: str) -> None:
-    generator = random_generator(int(torch.randint(2**31, ())))
     tried = best = 0
-    for _ in range(rounds(250)):
-        ranks, most = torch.randint(1, 7, (2,), generator=generator).tolist()
-        values, keep = random_case(kind, ranks, most, generator)
+    for draw in draws(rounds(250)):
+        ranks, most = draw.integer(1, 6), draw.integer(1, 6)
+        values, keep = random_case(draw, kind, ranks, most)
         each = quota(values, keep)
         kept = most_varied(values, torch.tensor(keep))
         assert kept.sum(1).tolist() == [each] * ranks
@@ -107,7 +106,6 @@ def test_against_all_choices(kind: str) -> None:
         assert found <= optimum + rounding
         assert found >= optimum - largest**2 / (4 * ranks * each) - rounding
         tried, best = tried + 1, best + (found >= optimum - rounding)
-    print(f"{kind}: the optimum in {best} of {tried}")
     assert tried > rounds(100)
     assert best > 0.5 * tried
 
@@ -115,11 +113,10 @@ def test_against_all_choices(kind: str) -> None:
 @kinds
 def test_against_the_bound(kind: str) -> None:
     """For sizes at which trying all choices takes too long."""
-    generator = random_generator(int(torch.randint(2**31, ())))
     tried = 0
-    while tried < 20:
-        ranks, most = int(torch.randint(1, 20, (), generator=generator)), 40
-        values, keep = random_case(kind, ranks, most, generator)
+    for draw in draws(25):
+        ranks, most = draw.integer(1, 19), 40
+        values, keep = random_case(draw, kind, ranks, most)
         each = quota(values, keep)
         if each == 0:
             continue
@@ -128,13 +125,13 @@ def test_against_the_bound(kind: str) -> None:
         above, slack = bound(in_order(values), each)
         rounding = 1e-6 * (1 + above)
         assert above - slack - rounding <= found <= above + rounding
+    assert tried > 10
 
 
 @kinds
 def test_one_rank_keeps_what_max_variance_keeps(kind: str) -> None:
-    generator = random_generator(int(torch.randint(2**31, ())))
-    for _ in range(300):
-        values, keep = random_case(kind, 1, int(torch.randint(1, 40, (), generator=generator)), generator)
+    for draw in draws(rounds(300)):
+        values, keep = random_case(draw, kind, 1, draw.integer(1, 39))
         assert_identical(most_varied(values, torch.tensor(keep))[0], max_variance_select(values[0], keep))
 
 
@@ -161,21 +158,20 @@ def test_a_bad_keep_that_nobody_checked_keeps_nothing() -> None:
 
 
 def any_split(ranks: Ranks, seed: int) -> int:
-    generator = random_generator(seed)
-    unequal = 0
+    draw, unequal = Draw(seed), 0
     for step in range(60):
         kind = KINDS[step % len(KINDS)]
-        length, groups = 4, torch.randint(1, 13, (), generator=generator).item()
-        everyones = draw(kind, groups, length, generator).to((torch.float32, torch.bfloat16)[step % 2])
-        given = torch.rand(groups, length, generator=generator) < 0.8 if step % 3 else None
+        length, groups = 4, draw.integer(1, 12)
+        everyones = drawn(draw, kind, groups, length).to((torch.float32, torch.bfloat16)[step % 2])
+        given = torch.rand(groups, length, generator=draw.generator()) < 0.8 if step % 3 else None
         usable = everyones.isfinite() if given is None else everyones.isfinite() & given
-        keep = int(torch.randint(1, 6, (), generator=generator))
+        keep = draw.integer(1, 5)
         form = keep if step % 5 else torch.tensor(keep, dtype=torch.int32)
         options = {"process_group": ranks.group, "equal_rows": True}
         options |= {"max_rollouts": groups * length} if step % 7 < 4 else {}
 
         in_rows = step % 2 == 0
-        pieces = pieces_of(groups if in_rows else groups * length, ranks.size, generator)
+        pieces = draw.parts(groups if in_rows else groups * length, ranks.size)
         flat = [everyones.view(-1), usable.view(-1)]
         if not in_rows:
             offsets = torch.arange(0, groups * length + 1, length)

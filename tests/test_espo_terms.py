@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import groups_of
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from d3s_kernels.off_policy.importance_ratio import espo_terms
@@ -44,8 +42,10 @@ def objective_in_a_loop(batch: dict[str, Any], advantages: Tensor, quantiles: tu
         for members in groups_of(entropy, mask, quantiles):
             ratio = torch.exp(sum(logprob[t] - old[t] for t in members) / len(members))
             epsilon = 0.02 / math.log(VOCAB_SIZE) * sum(float(entropy[t]) for t in members) / len(members)
-            # Where a ratio is within rounding of its bound, either side may be taken.
-            assume(abs(abs(float(ratio) - 1) - epsilon) > 1e-6)
+            if (
+                abs(abs(float(ratio.detach()) - 1) - epsilon) < 1e-6
+            ):  # within rounding of its bound either side may be taken
+                pytest.skip("a ratio lies at its bound")
             means.append(sum(surrogate(ratio, epsilon, advantage) for _ in members) / len(members))
         if means:
             sequences.append(sum(means) / len(means))
@@ -60,7 +60,7 @@ def objective(batch: dict[str, Any], advantages: Tensor, **changed: Any) -> Tens
     return (tokens.sum(-1) / lengths)[lengths > 0].mean()
 
 
-@given(st.sampled_from([(), (0.8,), (0.5,), (0.3, 0.6, 0.9), (0.01, 0.02)]))
+@pytest.mark.parametrize("quantiles", [(), (0.8,), (0.5,), (0.3, 0.6, 0.9), (0.01, 0.02)])
 def test_the_papers_objective_and_its_gradient(quantiles: tuple[float, ...]) -> None:
     batch, advantages = sample(), torch.randn(5)
     leaf = batch["logprob"].requires_grad_()

@@ -28,14 +28,14 @@ def rows_of(script: str, folder: Path, *options: str) -> list[list[str]]:
 
 
 def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
-    first, *_, last = rows_of("own_loop.py", tmp_path, "--steps", "40")
+    first, *_, last = rows_of("own_loop.py", tmp_path, "--steps", "24")
     assert float(first[1]) < 0.2
-    assert float(last[1]) > 0.5
+    assert float(last[1]) > 0.25
     assert (first[2:], last[2], last[4]) == (["4/16", "100%", "20%"], "12/16", "50%")
     assert "100%" != last[3] != "0%"  # the engine has older weights
 
 
-def test_trl(tmp_path: Path) -> None:
+def test_trls_example_follows_its_schedule(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs TRL")
     steps = rows_of("trl_d3s.py", tmp_path, "--steps", "5")
     assert [row[0] for row in steps] == ["1", "2", "3", "4", "5"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same_bits, compiled_once
-from ranks import Ranks, world
+from ranks import Ranks, on_ranks, world
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -138,7 +138,8 @@ def test_a_float_mask_is_refused(name: str, mask: str) -> None:
             call(name, **{mask: CALLS[name][1][mask].to(dtype)})
 
 
-def of_ranks(ranks: Ranks) -> None:
+@on_ranks(2, D3S_KERNELS_CHECK="1")
+def masks_of_ranks(ranks: Ranks) -> None:
     for name in ("topk_mask", "select_tokens", "select_tokens_from_logits", "max_variance_select", "select_rollouts"):
         mask, placement = CALLS[name][1]["mask"], {"process_group": ranks.group}
         expected = call(name, **placement)
@@ -150,10 +151,6 @@ def of_ranks(ranks: Ranks) -> None:
     # Masks count as the same if they mean the same.
     of_rank = MASK.int() if ranks.rank == 0 else MASK
     assert_same(distributed.vocab_parallel_logprob_entropy(LOGITS, LABELS, **place, mask=of_rank), expected)
-
-
-def test_masks_of_ranks() -> None:
-    world(2).run(of_ranks, D3S_KERNELS_CHECK="1")
 
 
 # ---- tensors that no kernel reads ------------------------------------------------------------------------------------
@@ -371,17 +368,14 @@ def test_dtypes_that_are_refused(dtypes: tuple[torch.dtype | None, ...], options
         of_head(*leaves_of(*dtypes), **options)
 
 
-def head_of_ranks(ranks: Ranks) -> None:
+@on_ranks(2)
+def dtypes_that_differ_among_ranks(ranks: Ranks) -> None:
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         given = {"vocab_start": 7 * ranks.rank, "process_group": ranks.group, "bias": bias, "mask": FLAT_MASK.int()}
         return distributed.vocab_parallel_linear_logprob_entropy(hidden, weight, HEAD["labels"], **given)
 
     for dtypes in MIXED:
         assert_as_if_widened(scores, leaves_of(*dtypes))
-
-
-def test_dtypes_that_differ_among_ranks() -> None:
-    world(2).run(head_of_ranks)
 
 
 def test_a_comparison_takes_what_the_function_takes() -> None:

@@ -51,60 +51,40 @@ def chosen(cmake: str, folder: Path, nvidia_smi: str | None, *options: str, seco
     return line
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "line"),
-    [
-        ("9.0", "90-real: the GPUs here"),
+def test_the_gpus_that_are_here(cmake: str, tmp_path: Path) -> None:
+    for capabilities, line in (
         ("9.0 9.0 8.0 10.3 12.1", "80-real 90-real 103-real 121-real: the GPUs here"),
         ("7.5 8.6", "86-real: the GPUs here"),
         ("7.5", f"{ALL}: all, because no GPU here has compute capability 8.0 or higher"),
         ("9.0 13.0", f"{ALL}: all, because nvcc does not know compute capability 13.0, which a GPU here has"),
-    ],
-)
-def test_the_gpus_that_are_here(cmake: str, tmp_path: Path, capabilities: str, line: str) -> None:
-    assert chosen(cmake, tmp_path, f"printf '%s\\n' {capabilities}") == line
+    ):
+        assert chosen(cmake, tmp_path, f"printf '%s\\n' {capabilities}") == line
 
 
-@pytest.mark.parametrize(
-    ("nvidia_smi", "why"),
-    [
+def test_no_gpu_is_seen(cmake: str, tmp_path: Path) -> None:
+    for nvidia_smi, why in (
         (None, "no such file or directory"),
         ("echo broken; exit 9", "exit status 9"),
         ("echo 'No devices were found'", "it says 'No devices were found'"),
         ("echo '[N/A;'; echo 9.0", "it says '[N/A;'"),
         ("exit 0", "it says ''"),
-    ],
-)
-def test_no_gpu_is_seen(cmake: str, tmp_path: Path, nvidia_smi: str | None, why: str) -> None:
-    assert chosen(cmake, tmp_path, nvidia_smi) == f"{ALL}: all, because nvidia-smi shows no GPU here: {why}"
-
-
-def test_an_nvidia_smi_that_hangs(cmake: str, tmp_path: Path) -> None:
+    ):
+        assert chosen(cmake, tmp_path, nvidia_smi) == f"{ALL}: all, because nvidia-smi shows no GPU here: {why}"
     line = chosen(cmake, tmp_path, f"exec {SLEEP} 60", seconds=0.1)
     assert line.startswith(f"{ALL}: all, because nvidia-smi shows no GPU here: ")
     assert line.endswith("timeout")
 
 
-@pytest.mark.parametrize(
-    ("options", "environment", "line"),
-    [
-        (["-DCMAKE_CUDA_ARCHITECTURES=89;90"], {"CUDAARCHS": "80"}, "89 90: as CMAKE_CUDA_ARCHITECTURES says"),
-        (["-DCMAKE_CUDA_ARCHITECTURES=", "-DD3S_GPUS=all"], {"CUDAARCHS": "89"}, "89: as CUDAARCHS says"),
-        (["-DD3S_GPUS=all"], {}, f"{ALL}: all, as D3S_GPUS says"),
-        (["-DCMAKE_CUDA_ARCHITECTURES="], {}, "90-real: the GPUs here"),
-        (
-            ["-DCMAKE_CROSSCOMPILING=ON", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"], {},
-            "90-real 100-real 120: all, in a build for another machine",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_given_comes_first(
-    cmake: str, tmp_path: Path, options: list[str], environment: dict[str, str], line: str
-) -> None:
+def test_what_is_given_comes_first(cmake: str, tmp_path: Path) -> None:
     """The nvidia-smi here leaves a trace where it is asked."""
-    assert chosen(cmake, tmp_path, f": > '{tmp_path}/asked'; echo 9.0", *options, **environment) == line
-    assert (tmp_path / "asked").exists() == line.endswith("here")
-
-
-def test_a_wrong_choice_is_an_error(cmake: str, tmp_path: Path) -> None:
+    given, crossing = "-DCMAKE_CUDA_ARCHITECTURES=", ["-DCMAKE_CROSSCOMPILING=ON", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
+    for options, environment, line in (
+        ([f"{given}89;90"], {"CUDAARCHS": "80"}, "89 90: as CMAKE_CUDA_ARCHITECTURES says"),
+        ([given, "-DD3S_GPUS=all"], {"CUDAARCHS": "89"}, "89: as CUDAARCHS says"),
+        (["-DD3S_GPUS=all"], {}, f"{ALL}: all, as D3S_GPUS says"),
+        (crossing, {}, "90-real 100-real 120: all, in a build for another machine"),
+        ([given], {}, "90-real: the GPUs here"),
+    ):
+        assert chosen(cmake, tmp_path, f": > '{tmp_path}/asked'; echo 9.0", *options, **environment) == line
+        assert (tmp_path / "asked").exists() == line.endswith("here")
     assert "D3S_GPUS: got 'some'; takes here or all" in chosen(cmake, tmp_path, None, "-DD3S_GPUS=some")

@@ -18,19 +18,12 @@ from helpers import (
     assert_logprob,
     assert_same,
     assert_same_bits,
-    dtypes,
-    leading_shapes,
-    random_generator,
     random_labels,
-    seeds,
     slow,
     slow_elsewhere,
-    temperatures,
     unwritten,
     whole_number_product,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -179,7 +172,7 @@ def test_gradients_below_the_normal_numbers_of_float16(size: float) -> None:
 
 
 @pytest.mark.slow_elsewhere("the same products of torch")
-@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+@pytest.mark.parametrize("rows", [1, slow(2, shows="an even number of rows"), 3])
 def test_few_rows_and_weights_that_are_alike(rows: int) -> None:
     """What all tokens' weights have in common cancels in the gradient of a row, after 50,000 additions."""
     head = random_head(rows, width=256, vocabulary=50_000, bias=False)
@@ -188,22 +181,6 @@ def test_few_rows_and_weights_that_are_alike(rows: int) -> None:
     (gradient,) = torch.autograd.grad(sum(leaves(linear_logprob_entropy, labels)).sum(), leaves.hidden)
     (wanted,) = torch.autograd.grad(sum(exact(reference.linear_logprob_entropy, labels)).sum(), exact.hidden)
     assert_gradient(gradient, wanted)
-
-
-@given(st.data())
-def test_any_arguments(data: st.DataObject) -> None:
-    generator = random_generator(data.draw(seeds))
-    rows = data.draw(leading_shapes)
-    vocabulary = data.draw(st.integers(1, 60))
-    sizes = {"width": data.draw(st.integers(1, 20)), "vocabulary": vocabulary}
-    check(
-        random_head(*rows, **sizes, bias=data.draw(st.booleans()), dtype=data.draw(dtypes), generator=generator),
-        random_labels(*rows, vocabulary=vocabulary, generator=generator),
-        temperature=data.draw(temperatures(rows)),
-        logit_softcap=data.draw(st.sampled_from([None, 2.0, 30.0])),
-        mask=torch.rand(rows, generator=generator) < 0.7 if data.draw(st.booleans()) else None,
-        workspace_bytes=data.draw(st.sampled_from([None, one_row_at_a_time(vocabulary), 3000, 20_000])),
-    )
 
 
 HALF = [slow_elsewhere(dtype, shows="half precision in pieces") for dtype in DTYPES if dtype != torch.float32]

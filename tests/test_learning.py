@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +17,19 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.learning import chains, comparison, policy, probe, problems, records, report, run, stages  # noqa: E402
+from experiments.learning import chains, comparison, policy, problems, records, report, stages  # noqa: E402
 from experiments.learning.__main__ import main  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
-from experiments.learning.evaluate import rewards  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
 from experiments.learning.ledger import Counts, Prices  # noqa: E402
-from experiments.learning.pricings import OF_PODS, pricings  # noqa: E402
+from experiments.learning.pricings import pricings  # noqa: E402
 from experiments.learning.records import Run  # noqa: E402
 from experiments.learning.rewards import ends_in  # noqa: E402
-from experiments.learning.run import Job, Point, batches_of, train  # noqa: E402
+from experiments.learning.run import Job, Point, train  # noqa: E402
 from experiments.learning.setting import Setting  # noqa: E402
 from experiments.learning.setting import load as load_setting  # noqa: E402
 from experiments.learning.statistics import mean_until, paired, reached, student_quantile, time_to  # noqa: E402
-from experiments.learning.update import Update, add_gradient  # noqa: E402
+from experiments.learning.update import add_gradient  # noqa: E402
 
 PROBLEM = problems.of_chains()
 ARMS = arms(8, 4)
@@ -73,18 +70,6 @@ def test_chains_are_worked_out_rightly() -> None:
         assert len(PROBLEM.tokenizer(made["work"]).input_ids) < PROBLEM.longest
 
 
-def test_slips_are_as_frequent_as_said() -> None:
-    rng = random.Random(0)
-    found = {sign: [0, 0] for sign in chains.SLIPS}
-    for _ in range(3000):
-        for step in chains.chain(rng, chains.SHORT, chains.SLIPS)["work"].split(" ; "):
-            a, sign, b, _, result = step.split()
-            found[sign][0] += chains.OPERATIONS[sign](int(a), int(b)) % 10 != int(result)
-            found[sign][1] += 1
-    for sign, (slips, steps) in found.items():
-        assert slips / steps == pytest.approx(chains.SLIPS[sign], abs=0.025)
-
-
 def test_held_out_prompts_are_not_trained_on() -> None:
     train, held_out, longer = ({task.prompt for task in part} for part in PROBLEM[1:4])
     assert (len(train), len(held_out), len(longer)) == (80, 128, 64)
@@ -102,14 +87,6 @@ def test_the_reward_is_that_of_the_last_answer() -> None:
         ("It is Paris.", "paris", True),
     ):
         assert ends_in(completion, answer) == right, completion
-
-
-def test_all_arms_of_a_seed_see_the_same_batches() -> None:
-    first, second = (batches_of(PROBLEM.train, 8, seed=5) for _ in range(2))
-    epoch = [next(first) for _ in range(10)]
-    assert epoch == [next(second) for _ in range(10)]
-    assert {task for tasks in epoch for task in tasks} == set(PROBLEM.train)
-    assert next(first) != epoch[0]
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
@@ -130,20 +107,6 @@ def test_generation_with_a_cache_is_generation_without(model: torch.nn.Module) -
             expected.append(int(model(tokens).logits[0, -1].argmax()))
             tokens = torch.cat([tokens, torch.tensor([[expected[-1]]])], 1)
         assert found.completion[row][found.completion_mask[row]].tolist() == expected
-
-
-def test_rollouts_end_where_they_say(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        model.get_output_embeddings().weight.div_(2)  # all tokens are about as likely
-    made, _ = batch(model)
-    end = PROBLEM.tokenizer.eos_token_id
-    lengths = made.completion_mask.sum(1)
-    assert len(set(lengths.tolist())) > 3  # some ended
-    for row, length in enumerate(lengths.tolist()):
-        tokens = made.completion[row].tolist()
-        assert end not in tokens[: length - 1]
-        assert length == 12 or tokens[length - 1] == end
-    assert rewards(made, PROBLEM.tokenizer, PROBLEM.train[:3]).shape == (3, 8)
 
 
 # ---- the update ------------------------------------------------------------------------------------------------------
@@ -215,19 +178,6 @@ def test_d3s_trains_on_the_tokens_of_the_largest_score(model: torch.nn.Module, m
     assert_gradient(model, by_hand(model, made, advantages, expected))
     assert update.counts.kept == int(expected.sum())
     assert update.counts.scored == int(made.completion_mask.sum())
-
-
-def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> None:
-    made, found = batch(model)
-    kept: dict[str, list[Counts]] = {}
-    for name, arm in FRESH.items():
-        given, numbers = (*probe.first_of(made, found, arm), arm), torch.Generator().manual_seed(0)
-        kept[name] = [add_gradient(model, *given, arm.schedule(part), numbers).counts for part in (0.0, 1.0)]
-    tokens = int(made.completion_mask.sum())
-    assert kept["GRPO-8"][0].kept == tokens > kept["GRPO-4"][0].kept == kept["GRPO-4"][1].kept
-    assert kept["random 4 of 8"][0].kept < tokens > kept["PODS"][0].kept
-    assert kept["D3S, rollouts alone"][0].updated < kept["D3S, rollouts alone"][1].updated == kept["GRPO-8"][0].updated
-    assert kept["D3S"][1].kept == kept["D3S, random tokens"][1].kept == math.ceil(0.2 * tokens)
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
@@ -308,29 +258,6 @@ def test_a_run_is_reproducible_to_the_bit_and_lasts_for_its_priced_time(tmp_path
     assert [point.counts for point in read.points] == [point.counts for point in first]
 
 
-def test_old_samples_are_of_the_version_three_updates_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first ones are the start model's."""
-    now, sampled = [], []
-
-    def version(one: torch.nn.Module) -> float:
-        return float(one.get_output_embeddings().weight[0, 0].detach())
-
-    def step(*given: object) -> Update:
-        model, sampler = given[2], given[-1]
-        now.append(version(model))
-        sampled.append(version(sampler))
-        with torch.no_grad():
-            model.get_output_embeddings().weight += 1
-        return Update(Counts(generated=1, steps=1))
-
-    monkeypatch.setattr(run, "step", step)
-    monkeypatch.setattr(run, "point", lambda *given, **_: Point(given[3], given[4], 0.0, 0.0))
-    for name, expected in (("PODS", [0, 1, 2, 3, 4, 5]), ("PODS, 3 old", [0, 0, 0, 0, 1, 2])):
-        now.clear(), sampled.clear()
-        train(Setting(Path()), PROBLEM, policy.new_model(PROBLEM.tokenizer), ARMS[name], Job(name, 1.0, 0), ONE, 6.0)
-        assert [round(one - now[0]) for one in sampled] == expected
-
-
 def test_prices() -> None:
     counts = Counts(generated=100, scored=10, updated=200, kept=50, steps=2)
     prices = Prices(1.0, 2.0, 3.0, 4.0, 5.0)
@@ -341,27 +268,6 @@ def test_prices() -> None:
     of_7b = by_name["a 7B model's head and body, generation at 1"]
     assert of_7b.kept * 100 / of_7b.of_update(grpo) == pytest.approx(0.545 / 7.07)
     assert of_7b.of(grpo) == pytest.approx(2 * of_7b.of_update(grpo))
-
-
-def test_generation_as_pods_measured_it_has_a_part_for_each_step() -> None:
-    measured, grpo = Prices(1.0, 0.0, 1.0, 0.0, 0.0), Counts(generated=320, updated=640, kept=320, steps=5)
-    prices = pricings(measured, grpo)[OF_PODS]
-    few = Counts(generated=80, updated=160, kept=80, steps=5)
-    pods = few._replace(generated=320)
-    assert prices.of(grpo) / prices.of(pods) == pytest.approx(6.0 / 2.7)
-    assert prices.of(pods) / prices.of(few) == pytest.approx(10.1 / 7.5)
-    assert prices.updated == measured.updated
-
-
-def test_a_strict_answer_is_the_whole_work() -> None:
-    strict = problems.of_chains(strict=True)
-    for mine, other in zip(strict.train, PROBLEM.train, strict=True):
-        assert mine.prompt == other.prompt
-        assert ends_in(mine.answer, mine.answer)
-        assert ends_in(mine.answer, other.answer)
-        wrong_in_between = mine.answer.replace(" ; ", " + 1 ; ", 1)
-        assert ends_in(wrong_in_between, other.answer)
-        assert not ends_in(wrong_in_between, mine.answer)
 
 
 # ---- what is concluded -----------------------------------------------------------------------------------------------
@@ -399,17 +305,6 @@ def test_differences_are_paired_and_widened_for_the_comparisons() -> None:
     assert not paired([0.5], [0.1], 1).decided  # one seed
 
 
-def test_the_probe_measures_cosines_and_noise() -> None:
-    towards = torch.tensor([1.0, 0.0])
-    sums = probe.Sums(torch.zeros(2))
-    for gradient in ([3.0, 1.0], [1.0, -1.0], [2.0, 3.0], [2.0, -3.0]):
-        sums.add(torch.tensor(gradient), towards, 2.0)
-    cosine, of_mean, ratio, seconds = sums.result(towards)
-    expected = (3 / 10**0.5 + 1 / 2**0.5 + 2 * 2 / 13**0.5) / 4
-    assert (cosine, of_mean, seconds) == pytest.approx((expected, 1.0, 2.0))
-    assert ratio == pytest.approx(4 / (2 / 3 + 20 / 3))  # of the variances of both elements
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -418,22 +313,14 @@ def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for arguments, message in (
         (["--model", "."], "--model: needs --dataset too"),
         (["--dataset", "README.md", "--model", "."], "--model: . has no config.json"),
-        (["--many", "0"], "--many: got 0; takes a whole number of at least 1"),
         (["--few", "64"], "--few: got 64; takes at most --many, 32"),
-        (["--rate", "-1"], "--rate: got -1; takes a number above 0"),
         (["--enough", "30"], "--enough: got 30; takes a share above 0, up to 1"),
-        (["--slips", "4"], "--slips: got 4; takes at most 3.33"),
         (["--arms", "PPO"], "--arms: got PPO; takes some of: GRPO-32; GRPO-8; random 8 of 32; PODS"),
     ):
         monkeypatch.setattr(sys, "argv", ["learning", "run", *arguments])
         with pytest.raises(SystemExit):
             main()
         assert message in capsys.readouterr().err
-
-
-def test_a_bad_line_of_a_data_set_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("--dataset: line 3 of")):
-        problems.task_of(tmp_path, 3, '{"prompt": "x"}')
 
 
 def test_a_folder_is_of_one_setting(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -15,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from test_trusted_tokens import meaning
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader
@@ -81,16 +81,6 @@ def standardised(rewards: Tensor, counted: Tensor, ddof: int = 1, eps: float = 1
     return result
 
 
-def most_of_the_variance(rewards: Tensor, share: float) -> Tensor:
-    """The fewest groups, found by trying all subsets of each size."""
-    variances = rewards.double().var(-1, correction=0)
-    for size in range(GROUPS + 1):
-        best = max(itertools.combinations(range(GROUPS), size), key=lambda groups: variances[list(groups)].sum())
-        if variances[list(best)].sum() >= share * variances.sum():
-            return torch.zeros(GROUPS, dtype=torch.bool).index_fill(0, torch.tensor(best), True)
-    raise AssertionError
-
-
 ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "D3S": lambda v: reference.select_rollouts(v["advantages"], KEEP),
     "D3S-I": lambda v: reference.max_variance_select(v["advantages"], KEEP),
@@ -108,7 +98,6 @@ ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "GFPO, advantages": lambda v: standardised(v["rewards"], v["kept"], 0, 0.0),
     "MaxRL, advantages": lambda v: centred(v["rewards"]) / (v["rewards"].mean(-1, keepdim=True) + 1e-6),
     "ESPO, advantages": lambda v: standardised(v["rewards"], v["verified"]),
-    "RAGEN-2": lambda v: most_of_the_variance(v["rewards"], 0.9),
     "DAPO, dynamic sampling": lambda v: torch.tensor([len(set(row)) > 1 for row in v["rewards"].tolist()]),
 }
 
@@ -123,22 +112,23 @@ def test_lines_of_rollouts(method: str) -> None:
     torch.testing.assert_close(run(method, values), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_random_line() -> None:
-    assert (run("PODS, random", names()).sum(-1) == KEEP).all()
+def test_lines_of_groups_and_of_random_draws() -> None:
+    """The groups, the first of which has no spread, go into a rule as its mask."""
+    values = names()
+    groups = run("DAPO, dynamic sampling", values)
+    (given,) = re.findall(r"`(mask=groups[^`]+)`", PAGE)
+    kept = eval(f"d3s.select_rollouts(rewards, keep, rule='random', scope='group', {given})", values)
+    assert (kept.sum(-1) == KEEP * groups).all()
+    assert (run("PODS, random", values).sum(-1) == KEEP).all()
+    expected = reference.variance_mass(values["rewards"], 0.9)
+    assert run("RAGEN-2", values).equal(expected)
+    assert 0 < expected.sum() < GROUPS
 
 
 def test_the_band_of_difficulty() -> None:
     """With 0, 2, ... 10 correct answers of ten, both ends of the band belong to it."""
     values = names() | {"rewards": (torch.arange(10) < torch.arange(0, 11, 2).unsqueeze(-1)).float()}
     assert run("Online Difficulty Filtering", values).tolist() == [False, True, True, True, True, False]
-
-
-def test_a_mask_of_groups_goes_into_a_rule() -> None:
-    values = names()
-    groups = run("DAPO, dynamic sampling", values)
-    (given,) = re.findall(r"`(mask=groups[^`]+)`", PAGE)
-    kept = eval(f"d3s.select_rollouts(rewards, keep, rule='random', scope='group', {given})", values)
-    assert (kept.sum(-1) == KEEP * groups).all()
 
 
 def test_the_schedule() -> None:
@@ -213,21 +203,13 @@ def test_the_line_of_the_advantage_alone() -> None:
 
 
 def test_gtpo_leaves_out_what_right_responses_share() -> None:
-    """Three groups of two: prefixes and suffixes by comparing slices, from the longest on."""
     values = names_of_tokens() | {"token_ids": torch.randint(3, (6, 40))}
     values["groups_of_advantages"] = torch.tensor([[1.0, -1.0], [-2.0, 0.5], [-1.0, -1.0]])
-    ids, mask = values["token_ids"], values["mask"][0].expand(6, 40)
-    values["mask"], ids[1], ids[2, -5:] = mask, ids[0], ids[3, -5:]
-    expected = mask.clone()
-    for wrong, right in ((1, 0), (2, 3)):
-        one, other = ids[wrong][mask[wrong]].tolist(), ids[right][mask[right]].tolist()
-        most = min(len(one), len(other))
-        first = max(n for n in range(most + 1) if one[:n] == other[:n])
-        last = max(n for n in range(most - first + 1) if one[len(one) - n :] == other[len(other) - n :])
-        places = mask[wrong].nonzero().flatten()
-        expected[wrong, places[:first]] = expected[wrong, places[len(places) - last :]] = False
-    assert run("GTPO", values).equal(expected)
-    assert 0 < expected[1:3].sum() < mask[1:3].sum()
+    mask, ids = values["mask"], values["token_ids"]
+    mask[1], ids[1] = mask[0], ids[0]  # a wrong response that is the right one, word for word
+    shared = reference.shared_tokens(ids, values["groups_of_advantages"], mask)
+    assert shared.sum() >= mask[1].sum()
+    assert run("GTPO", values).equal(mask & ~shared)
 
 
 # ---- trust -----------------------------------------------------------------------------------------------------------
@@ -247,60 +229,25 @@ def names_of_trust() -> dict[str, Any]:
     return values | shape | bounds | {"logprob": logprob, "old_logprob": old, "sampling_logprob": sampled}
 
 
-def ratio_of(v: dict[str, Any]) -> Tensor:
-    return (v["old_logprob"].double() - v["sampling_logprob"].double()).exp()
-
-
-def over_sequences(v: dict[str, Any], values: Tensor) -> Tensor:
-    """The mean over each sequence, ``[6, 1]``."""
-    return torch.where(v["mask"], values, 0).sum(-1, keepdim=True) / v["mask"].sum(-1, keepdim=True)
-
-
-def kl(a: Tensor, b: Tensor) -> Tensor:
-    return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
-
-
-def two_points(v: dict[str, Any]) -> Tensor:
-    p, q = (v[name].double().exp().clamp(1e-8, 1 - 1e-8) for name in ("old_logprob", "sampling_logprob"))
-    return torch.maximum(kl(p, q), kl(q, p))
-
-
-def least_moved(v: dict[str, Any]) -> Tensor:
-    """M2PO: drops the largest until the mean of the rest is below 0.04."""
-    squares = ratio_of(v).log().square()
-    left = v["mask"].clone()
-    while left.any() and squares[left].mean() >= 0.04:
-        left &= squares < squares[left].max()
-    return left
-
-
-# The weight of each token, without the mask.
-TRUST: dict[str, Callable[[dict[str, Any]], Tensor]] = {
-    "IcePop": lambda v: ratio_of(v) * ((ratio_of(v) >= 0.5) & (ratio_of(v) <= 5)),
-    "truncated importance sampling": lambda v: ratio_of(v).clamp(max=2),
-    "TRL's `sequence_mask`": lambda v: product(v) * (product(v) <= 3),
-    "verl's `seq_mean_k1`": lambda v: geometric(v) * ((geometric(v) >= 0.999) & (geometric(v) <= 1.001)),
-    "KPop": lambda v: two_points(v) <= 2,
-    "OPSM": lambda v: (v["A"] >= 0) | (over_sequences(v, -ratio_of(v).log()) <= 0.05),
-    "NeMo-RL's sequence mask": lambda v: over_sequences(v, ratio_of(v).log().abs().exp()) <= 2,
-    "M2PO": least_moved,
+# What tests/test_trusted_tokens.py says of each rule, with the bounds that it has by default or on the page.
+TRUST: dict[str, tuple[str, dict[str, float]]] = {
+    "IcePop": ("token_mask", {"low": 0.5, "high": 5.0}),
+    "truncated importance sampling": ("token_truncate", {"high": 2.0}),
+    "TRL's `sequence_mask`": ("sequence_mask", {"high": 3.0}),
+    "verl's `seq_mean_k1`": ("geometric_mask", {"low": 0.999, "high": 1.001}),
+    "KPop": ("kpop", {"high": 2.0}),
+    "OPSM": ("opsm", {"high": 0.05}),
+    "NeMo-RL's sequence mask": ("sequence_error", {"high": 2.0}),
+    "M2PO": ("m2po", {"high": 0.04}),
 }
-
-
-def product(v: dict[str, Any]) -> Tensor:
-    return torch.where(v["mask"], ratio_of(v), 1).prod(-1, keepdim=True)
-
-
-def geometric(v: dict[str, Any]) -> Tensor:
-    return over_sequences(v, ratio_of(v).log()).exp()
 
 
 @pytest.mark.parametrize("method", TRUST)
 def test_lines_of_trust(method: str) -> None:
-    values = names_of_trust()
-    expected = torch.where(values["mask"], TRUST[method](dict(values)).double(), 0)
+    values, (rule, bounds) = names_of_trust(), TRUST[method]
+    given = values["old_logprob"], values["sampling_logprob"], rule, values["mask"], None, values["advantages"]
     found = run(method, values)
-    torch.testing.assert_close(found.weight, expected.float(), rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(found.weight, meaning(*given, **bounds), rtol=1e-5, atol=1e-30)
     assert found.mask.equal(found.weight > 0)
     assert found.mask.any()
 
@@ -407,21 +354,6 @@ def test_lines_of_ratios(method: str) -> None:
     expected = RATIOS[method](dict(values))
     found = run(method, values)
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-5, atol=1e-6)
-
-
-def test_sentences_have_gradients() -> None:
-    """As groups of at most 16 numbers, with the same result. A ratio's derivative is the ratio."""
-    values = names_of_ratios()
-    values["logprob"].requires_grad_()
-    w = run("sentence-level ratio", values)
-    w.sum().backward()
-    torch.testing.assert_close(values["logprob"].grad, w.detach() * values["mask"])
-    groups = values["sentence_ids"].clamp(max=15).to(torch.int8)
-    by_groups = d3s.importance_ratio(
-        values["logprob"], values["old_logprob"], values["mask"], level="entropy_group", groups=groups
-    )
-    alike = values["sentence_ids"] < 15
-    torch.testing.assert_close(by_groups[alike], w[alike])
 
 
 def test_the_objective_has_no_gradient_where_it_is_clipped() -> None:
@@ -534,7 +466,3 @@ def test_every_rule_and_every_function_is_on_the_page() -> None:
     assert levels >= {'level="token"'}
     assert functions >= {"importance_ratio", "entropy_groups", "adaptive_clip", "plan_rollouts", "RolloutPlan"}
     assert [name for name in rules | trusting | levels | functions if name not in PAGE] == []
-
-
-def test_lines_are_short() -> None:
-    assert [line for line in PAGE.splitlines() if len(line) > 120 and not line.startswith("|")] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import re
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,10 +16,10 @@ from helpers import assert_identical
 from ranks import Ranks, world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import performance
-import performance_picture
+import pictures
 
 import d3s_kernels as d3s
+from benchmarks import page as results
 from benchmarks.withdrawn import FULL_UPDATE
 
 ROOT = Path(__file__).parents[1]
@@ -55,9 +54,8 @@ def test_links_lead_somewhere_and_tables_have_at_most_five_columns(page: Path) -
         assert not anchor or anchor in anchors(file), target
 
 
-@pytest.mark.parametrize(("page", "words"), [("README.md", 900), ("docs/performance.md", 1_500)])
-def test_the_first_pages_are_short(page: str, words: int) -> None:
-    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= words
+def test_the_first_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -67,19 +65,30 @@ def test_every_page_is_in_the_index() -> None:
     ]
 
 
-def test_performance_is_what_the_results_say() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "performance.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_pictures_are_what_the_library_chooses_and_the_results_say() -> None:
+    assert pictures.outdated() == [], "run python tools/pictures.py"
 
 
-def test_the_newest_run_on_a_gpu_has_every_row_that_is_shown() -> None:
-    _, run = performance.newest()[0]
-    rows = [(contest, other) for _, contest, other in performance.GPU_ROWS]
-    assert not [row for row in rows if performance.row_of(run, *row) is None]
-    shown = [(contest, peer) for _, rows in performance_picture.SHOWN for _, contest, peer in rows]
-    assert not [(contest, peer) for contest, peer in shown if peer not in run["contests"].get(contest, {})]
+def test_the_newest_run_on_a_gpu_has_every_row_of_the_picture() -> None:
+    contests = results.newest()[0]["contests"]
+    shown = [(contest, peer) for rows in pictures.GROUPS.values() for _, contest, peer in rows]
+    assert not [(contest, peer) for contest, peer in shown if peer not in contests.get(contest, {})]
+
+
+@pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_page_of_a_machine_is_what_its_results_say(path: Path) -> None:
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == results.page_of(path), "run python -m benchmarks.page"
+
+
+@pytest.mark.parametrize("run", results.newest(), ids=results.name_of)
+def test_the_page_on_performance_has_the_newest_runs(run: results.Run) -> None:
+    row = rf"\| \[{re.escape(results.heading(run))}\]\(\S+\) \| {re.escape(results.outcomes(run))} \|"
+    assert re.search(row, (ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+
+
+def short(gpu: results.Run) -> str:
+    """A GPU's name without its maker and its memory."""
+    return results.name_of(gpu).removeprefix("NVIDIA ").partition(" 80GB")[0]
 
 
 def sentences_on_the_front_page(gpus: list[dict[str, Any]], cpu: dict[str, Any]) -> list[str]:
@@ -98,8 +107,8 @@ def sentences_on_the_front_page(gpus: list[dict[str, Any]], cpu: dict[str, Any])
     forward, mask, triton = "logprob_entropy forward", "topk_mask of a batch, 10%", "TRL's Triton kernel"
     sets = "linear_logprob_entropy forward + backward, with a sampling mask, added to a gradient"
     return [
-        f"What you gain on an [{performance.short(gpu)}]",
-        f"On the {performance.short(gpu)}, a top-10 % mask",
+        f"What you gain on an [{short(gpu)}]",
+        f"On the {short(gpu)}, a top-10 % mask",
         f"Entropies of 8,192 rows of 151,936 bfloat16 logits take {1e6 * ours(gpu, forward):.3g} us",
         f"{times(forward, triton)} {triton}",
         f"512 x 8,192 scores takes {1e6 * ours(gpu, mask):.3g} us",
@@ -107,15 +116,14 @@ def sentences_on_the_front_page(gpus: list[dict[str, Any]], cpu: dict[str, Any])
         f"of 4,096 tokens take {1e3 * ours(gpu, sets):.2g} ms instead of {1e3 * ours(gpu, sets, 'all tokens'):.3g} ms",
         "of 32 full completions",
         update(gpu, " ms instead of ") + " ms",
-        *(f"{performance.short(run)}: {update(run, ' instead of ')}" for run in others),
+        *(f"{short(run)}: {update(run, ' instead of ')}" for run in others),
         f"{1e3 * ours(cpu, forward):.3g} ms for 1,024 rows",
     ]
 
 
 def test_the_front_page_has_measured_numbers() -> None:
     """Of the newest run of each GPU, and of a CPU. A failure prints what README.md should say."""
-    runs = [run for _, run in performance.newest()]
-    gpus, cpus = ([run for run in runs if run["device"] == device] for device in ("cuda", "cpu"))
+    gpus, cpus = ([run for run in results.newest() if run["device"] == device] for device in ("cuda", "cpu"))
     page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     missing = [sentence for sentence in sentences_on_the_front_page(gpus, cpus[0]) if sentence not in page]
     assert not missing, "README.md should say: " + "; ".join(missing)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import random_generator, rounds
-from ranks import SIZES, Ranks, pieces_of, world
+from cases.draw import Draw
+from helpers import rounds
+from ranks import SIZES, Ranks, assert_all_refuse, assert_told_apart, world
 from torch import Tensor
-from traffic import counted
 
 from d3s_kernels import distributed
 from d3s_kernels.distributed import RowPlan, exchange_rows, plan_rows
@@ -20,11 +20,10 @@ DTYPES = (
 )  # fmt: skip
 
 
-def random_masks(size: int, generator: torch.Generator, divisible: bool) -> list[Tensor]:
+def random_masks(draw: Draw, size: int, divisible: bool) -> list[Tensor]:
     """Masks of every rank's rows. Some ranks have no rows, some keep none, and some keep all."""
-    rows = pieces_of(int(torch.randint(0, 40, (), generator=generator)), size, generator)
-    share = torch.rand(size, generator=generator) * 1.5 - 0.25
-    masks = [torch.rand(n, generator=generator) < p for n, p in zip(rows, share, strict=True)]
+    rows = draw.parts(draw.integer(0, 40), size)
+    masks = [torch.rand(n, generator=draw.generator()) < draw.choice((0.0, 0.3, 0.7, 1.0)) for n in rows]
     surplus = sum(int(mask.sum()) for mask in masks) % size if divisible else 0
     for mask in masks:
         for row in mask.nonzero().flatten()[:surplus].tolist():
@@ -48,10 +47,10 @@ def check_plan(plan: RowPlan, plans: list[RowPlan], rank: int, masks: list[Tenso
 
 def any_masks(ranks: Ranks, seed: int, drop_last: bool) -> int:
     """Checks random masks, and returns how many rows moved in all rounds."""
-    generator = random_generator(seed)
+    draw = Draw(seed)
     moved = 0
     for _ in range(ROUNDS):
-        masks = random_masks(ranks.size, generator, divisible=not drop_last)
+        masks = random_masks(draw, ranks.size, divisible=not drop_last)
         mask = masks[ranks.rank]
         plan = plan_rows(mask, ranks.group, drop_last=drop_last)
         plans: list = [None] * ranks.size
@@ -85,8 +84,8 @@ def test_every_kept_row_ends_once_somewhere(size: int, drop_last: bool) -> None:
 
 
 def any_tensors(ranks: Ranks, seed: int) -> None:
-    generator = random_generator(seed)
-    masks = random_masks(ranks.size, generator, divisible=True)
+    draw = Draw(seed)
+    masks, generator = random_masks(draw, ranks.size, divisible=True), draw.generator()
     plan = plan_rows(masks[ranks.rank], ranks.group)
     begin = sum(len(mask) for mask in masks[: ranks.rank])
     # A second exchange moves the index of every row, which says what must have arrived.
@@ -115,28 +114,6 @@ def any_tensors(ranks: Ranks, seed: int) -> None:
 def test_any_dtype_and_shape(size: int) -> None:
     for _ in range(3):
         world(size).run(any_tensors, int(torch.randint(2**31, ())))
-
-
-def what_is_sent(ranks: Ranks) -> tuple[RowPlan, list, list, list]:
-    """Rank 0 has 5 rows and keeps all; the others keep 1 of 2. With 2 ranks, 2 rows move from rank 0 to rank 1."""
-    mask = torch.ones(5, dtype=torch.bool) if ranks.rank == 0 else torch.tensor([False, True])
-    with counted() as planning:
-        plan = plan_rows(mask, ranks.group)
-    with counted() as moving:
-        exchange_rows({"a": torch.zeros(len(mask), 3), "b": torch.zeros(len(mask)).bool()}, plan, ranks.group)
-    even = plan_rows(torch.ones(2, dtype=torch.bool), ranks.group)
-    with counted() as nothing:
-        exchange_rows(torch.zeros(2, 3), even, ranks.group)
-    return plan, planning, moving, nothing
-
-
-def test_only_what_moves_is_sent() -> None:
-    (plan, planning, moving, nothing), (_, _, moving_back, _) = world(2).run(what_is_sent)
-    assert (plan.staying.tolist(), plan.leaving.tolist(), plan.send_counts) == ([0, 1, 2], [3, 4], [0, 2])
-    assert planning == [("allgather_base", 8)]
-    assert moving == [("alltoall_base", 2 * 13)]
-    assert moving_back == [("alltoall_base", 0)]
-    assert nothing == []
 
 
 def undivided(ranks: Ranks) -> None:
@@ -186,24 +163,22 @@ BAD = {
 }
 
 
-def refused(ranks: Ranks, function: str, bad: dict, by: tuple[int, ...]) -> None:
-    good = {"mask": torch.ones(2, dtype=torch.bool)} if function == "plan_rows" else {"values": torch.zeros(2)}
-    good |= {"plan": PLAN} if function == "exchange_rows" else {}
-    getattr(distributed, function)(**good | (bad if ranks.rank in by else {}), process_group=ranks.group)
+GOOD = {
+    "plan_rows": {"mask": torch.ones(2, dtype=torch.bool)},
+    "exchange_rows": {"values": torch.zeros(2), "plan": PLAN},
+}
+
+
+def call(ranks: Ranks, function: str, each: list[dict]) -> None:
+    getattr(distributed, function)(**each[ranks.rank], process_group=ranks.group)
 
 
 @pytest.mark.parametrize(("function", "said", "bad"), [(name, *case) for name, cases in BAD.items() for case in cases])
 def test_bad_arguments(function: str, said: str, bad: dict) -> None:
-    for found in world(2).outcomes(refused, function, bad, (0, 1)):  # refused before anything is sent, so no rank waits
-        assert isinstance(found, (TypeError, ValueError))
-        assert str(found).startswith(said)
-    for found in world(2).outcomes(refused, function, bad, (1,), D3S_KERNELS_CHECK="1"):
-        assert str(found).startswith(said)
-        assert str(found).endswith("(on rank 1 of 2)")
+    assert_all_refuse(call, function, bad=GOOD[function] | bad, said=said, good=GOOD[function])
 
 
-def test_what_differs_between_ranks() -> None:
-    for bad in ({"values": torch.zeros(2, 3)}, {"values": torch.zeros(2).half()}, {"values": {"b": torch.zeros(2)}}):
-        for found in world(2).outcomes(refused, "exchange_rows", bad, (1,), D3S_KERNELS_CHECK="1"):
-            assert isinstance(found, ValueError)
-            assert str(found).startswith("values: got {'values': ")
+@pytest.mark.parametrize("values", [torch.zeros(2, 3), torch.zeros(2).half(), {"b": torch.zeros(2)}])
+def test_what_differs_between_ranks(values: object) -> None:
+    good = GOOD["exchange_rows"]
+    assert_told_apart(call, "exchange_rows", good=good, other=good | {"values": values}, said="values: got {'values': ")

@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import pytest
 from helpers import EVERYTHING, layer
-from test_cuda_emulated import ABOVE_THE_KERNELS, LEFT_OUT, RUNS, TESTS, run_pytest
+from test_cuda_emulated import RUNS, TESTS, run_pytest
 
 
 @pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
 def test_on_plain_pytorch(suite: tuple[str, ...], record_property: Callable) -> None:
-    left_out = ABOVE_THE_KERNELS if EVERYTHING else (*ABOVE_THE_KERNELS, *LEFT_OUT)
-    files = [str(TESTS / name) for name in suite if name not in left_out]
-    examples = os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "3")
+    files = [str(TESTS / name) for name in suite]
+    examples = os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "5")
     printed = run_pytest(*files, D3S_KERNELS_BACKEND="torch", D3S_TEST_EXAMPLES=examples)
     record_property(*layer("the ops in plain PyTorch", printed))
 

@@ -1,4 +1,4 @@
-"""Random prefixes: the cuts and weights of a plain loop, and a mean over all cuts that is unbiased."""
+"""Random prefixes: a mean over all cuts that is unbiased, and one cut for all that takes part in it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_identical, random_generator, rounds
-from ranks import Ranks, pieces_of, world
+from ranks import Ranks, on_ranks
 
 import d3s_kernels as d3s
-from d3s_kernels import reference
 
 RATIOS = (0.5, 0.55, 0.6, 0.7, 0.75, 0.9, 1.0)
-
-
-def drawn(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """A mask with gaps, offsets or None, and a random number for each sequence; some sequences have no token."""
-    rows, columns = (int(torch.randint(0, n, (), generator=generator)) for n in (6, 12))
-    mask = torch.rand(rows, columns, generator=generator) < 0.7
-    if torch.rand((), generator=generator) < 0.5:
-        return mask, None, torch.rand(rows, generator=generator)
-    edges = torch.randint(0, mask.numel() + 1, (rows,), generator=generator).sort().values
-    offsets = torch.cat([torch.tensor([0]), edges, torch.tensor([mask.numel()])])
-    return mask.flatten(), offsets, torch.rand(rows + 1, generator=generator)
-
-
-def test_cuts_and_weights_are_those_of_a_loop() -> None:
-    for seed in range(rounds(200)):
-        generator = random_generator(seed)
-        mask, offsets, draws = drawn(generator)
-        number = RATIOS[seed % len(RATIOS)]
-        for ratio in (number, torch.tensor(number, dtype=torch.float64), torch.tensor(number)):
-            options: dict[str, Any] = {"offsets": offsets, "draws": draws}
-            found = d3s.random_prefixes(mask, ratio, **options)
-            expected = reference.random_prefixes(mask, number, **options)
-            for ours, right in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours, right, rtol=1e-6, atol=0)
-            assert not (found.mask & ~mask).any()
-            assert torch.equal(found.weight > 0, found.mask)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -108,57 +81,25 @@ def test_the_cut_compiles_in_one_graph() -> None:
 # ---- across ranks ----------------------------------------------------------------------------------------------------
 
 
-def on_rank(ranks: Ranks) -> None:
+@on_ranks(2, 3)
+def ranks_cut_as_one_process_would(ranks: Ranks) -> None:
+    """The ranks that have pieces of a sequence may have different seeds: the first rank's counts."""
+    table = torch.rand(ranks.size * 2, 5, generator=random_generator(3)) < 0.7
+    own, group = slice(2 * ranks.rank, 2 * ranks.rank + 2), {"process_group": ranks.group}
+    flat, columns = table.flatten(), [3, *[0] * (ranks.size - 2), 2]
+    piece = table.split(columns, dim=1)[ranks.rank].contiguous()
     for seed in range(rounds(30)):
-        generator = random_generator(seed)
-        mask = torch.rand(int(torch.randint(1, 40, (), generator=generator)), generator=generator) < 0.7
-        lengths = pieces_of(len(mask), ranks.size, generator)
-        own = mask.split(lengths)[ranks.rank]
-        edges = torch.randint(0, len(mask) + 1, (3,), generator=generator).sort().values
-        offsets = torch.cat([torch.tensor([0]), edges, torch.tensor([len(mask)])])
-        table = torch.rand(ranks.size * 2, 5, generator=generator) < 0.7
-        rows = table[2 * ranks.rank : 2 * ranks.rank + 2]
-        columns = [part.contiguous() for part in table.split([3, *[0] * (ranks.size - 2), 2], dim=1)]
-
-        def draws(alike: bool = True, seed: int = seed) -> dict[str, Any]:
-            """The ranks that have pieces of a sequence may have different seeds; the first rank's counts."""
-            return {"generator": random_generator(1000 * seed + (0 if alike else ranks.rank))}
-
-        group = {"process_group": ranks.group}
-        for found, expected, piece in (
-            (
-                d3s.random_prefixes(own, 0.7, offsets=offsets, placement="global", **draws(False), **group),
-                d3s.random_prefixes(mask, 0.7, offsets=offsets, **draws()),
-                slice(sum(lengths[: ranks.rank]), sum(lengths[: ranks.rank + 1])),
-            ),
-            (
-                d3s.random_prefixes(own, 0.7, **draws(False), **group),
-                d3s.random_prefixes(mask, 0.7, **draws()),
-                slice(sum(lengths[: ranks.rank]), sum(lengths[: ranks.rank + 1])),
-            ),
-            (
-                d3s.random_prefixes(rows, 0.7, **draws(), **group),
-                d3s.random_prefixes(table, 0.7, **draws()),
-                slice(2 * ranks.rank, 2 * ranks.rank + 2),
-            ),
-            (
-                d3s.random_prefixes(columns[ranks.rank], 0.7, placement="pieces", **draws(False), **group),
-                d3s.random_prefixes(table, 0.7, **draws()),
-                (slice(None), (slice(0, 3), *[slice(3, 3)] * (ranks.size - 2), slice(3, 5))[ranks.rank]),
-            ),
-        ):
-            assert torch.equal(found.mask, expected.mask[piece])
-            assert_identical(found.weight, expected.weight[piece])
-            assert int(found.count) == int(expected.count)
-        chosen = d3s.select_tokens(rows.float(), None, 0.7, rule="prefix", mask=rows, **draws(), **group)
-        whole = d3s.select_tokens(table.float(), None, 0.7, rule="prefix", mask=table, **draws())
-        assert torch.equal(chosen.mask, whole.mask[2 * ranks.rank : 2 * ranks.rank + 2])
-        assert int(chosen.count) == int(whole.count)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_cut_as_one_process_would(size: int) -> None:
-    world(size).run(on_rank)
+        alike, other = ({"generator": random_generator(1000 * seed + rank)} for rank in (0, ranks.rank))
+        once, rows = ({"generator": random_generator(1000 * seed)} for _ in range(2))
+        of_rows = d3s.random_prefixes(table[own], 0.7, **alike, **group)
+        of_pieces = d3s.random_prefixes(piece, 0.7, placement="pieces", **other, **group)
+        expected = d3s.random_prefixes(table, 0.7, **once)
+        assert torch.equal(of_rows.mask, expected.mask[own])
+        assert torch.equal(of_pieces.mask, expected.mask.split(columns, dim=1)[ranks.rank])
+        assert int(of_rows.count) == int(of_pieces.count) == int(expected.count)
+        one = d3s.random_prefixes(flat, 0.7, **rows).mask.view(ranks.size, 10)[ranks.rank]
+        draws = {"generator": random_generator(1000 * seed + ranks.rank)}
+        assert torch.equal(d3s.random_prefixes(table[own].flatten(), 0.7, **draws, **group).mask, one)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ see test_compiled_losses.py."""
 
 from collections.abc import Callable
 from functools import partial
+from inspect import unwrap
 from itertools import count
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers import assert_identical, compiled_once, random_logits, rounds, slow
 from torch import Tensor
 
 import d3s_kernels as d3s
+from d3s_kernels._dispatch import ops
 from d3s_kernels._dispatch.libraries import registered, schema_of
 from d3s_kernels._lm_head.op import arguments_of, problem_of
 from d3s_kernels._lm_head.problem import WHOLE
@@ -53,6 +55,13 @@ def test_the_arguments_of_the_head_are_those_of_its_op() -> None:
         assert argument.default_value == (6 if default == torch.float32 else default)  # torch's number of float32
     numbered = arguments_of(problem_of(*tensors, *range(len(schema) - 3 - 1), None))
     assert [*numbered[3:-2]] == [*range(len(schema) - 3 - 2)]
+
+
+def test_the_functions_of_ops_call_the_ops_of_their_names() -> None:
+    functions = {name: getattr(ops, name) for name in registered() if hasattr(ops, name)}
+    assert {"topk_mask", "logprob_entropy"} < functions.keys()
+    for name, function in functions.items():
+        assert unwrap(function) is getattr(torch.ops.d3s_kernels, name).default
 
 
 def test_every_op_has_a_gradient_or_says_that_it_has_none() -> None:

@@ -1,18 +1,19 @@
-"""group_advantages, max_variance_select, select_rollouts: each rank gets its part of the result of one process."""
+"""Rollouts over the ranks of a process group: what is sent, what draws at random, and what is refused.
+
+test_across_ranks.py shows that each rank gets its part of the result of one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import DTYPES, INF, NAN, assert_same_bits, random_generator, rounds
-from ranks import SIZES, Ranks, pieces_of, world
+from helpers import assert_same_bits, random_generator
+from ranks import SIZES, Ranks, assert_all_refuse, assert_told_apart, on_ranks, world
 from torch import Tensor
-from torch.nn.functional import pad
-from traffic import counted
 
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
@@ -24,163 +25,20 @@ sizes = pytest.mark.parametrize("size", SIZES)
 SCALES, SCOPES = ("group", "batch", "none"), ("batch", "group")
 
 
-def choose(options: tuple, generator: torch.Generator) -> Any:
-    return options[int(torch.randint(len(options), (), generator=generator))]
-
-
-class Batch(NamedTuple):
-    """The rollouts of all ranks, and how they are distributed."""
-
-    values: Tensor
-    offsets: Tensor | None  # of all ranks
-    mask: Tensor | None
-    pieces: list[int]  # lengths along the first dimension
-    placement: str
-    own_offsets: list[Tensor] | None  # where each group is whole on its rank
-
-    def own(self, tensor: Tensor, rank: int) -> Tensor:
-        return tensor.split(self.pieces)[rank]
-
-    def options(self, rank: int) -> dict[str, Any]:
-        offsets = self.own_offsets[rank] if self.own_offsets is not None else self.offsets
-        return {"offsets": offsets, "placement": self.placement}
-
-    def of(self, rank: int) -> dict[str, Any]:
-        return {"mask": None if self.mask is None else self.own(self.mask, rank)} | self.options(rank)
-
-
-def random_values(shape: tuple[int, ...], special: bool, generator: torch.Generator) -> Tensor:
-    """Values with ties, groups of equal rewards and NaN; with infinities where `special` is set. Those of one kind are
-    equal up to rounding in half precision alone."""
-    kind = choose(("normal", "few", "far", "equal", "rounded"), generator)
-    values = torch.randn(shape, generator=generator)
-    if kind == "few":
-        values = values.round().clamp(-1, 1) * choose((1.0, -1.0), generator)  # has -0 as well
-    elif kind == "far":
-        values += 1000
-    elif kind == "equal":
-        values = (values > 1).float()
-    elif kind == "rounded":
-        values = 1 - (values > 0) * 2.0**-11
-    strewn = torch.tensor([NAN, INF, -INF] if special else [NAN])
-    where = torch.rand(shape, generator=generator) < choose((0.0, 0.1, 0.5), generator)
-    return torch.where(where, strewn[torch.randint(len(strewn), shape, generator=generator)], values)
-
-
-def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -> Batch:
-    """Rows, segments that are whole on a rank, segments that are cut anywhere, or one segment over all ranks."""
-    form = choose(("rows", "cubes", "own offsets", "global", "one"), generator)
-    groups, length = torch.randint(0, 14, (2,), generator=generator).tolist()
-    offsets, own_offsets, placement = None, None, "whole"
-    if form in ("rows", "cubes"):
-        shape: tuple[int, ...] = (groups, length) if form == "rows" else (groups, 2, length)
-        pieces = pieces_of(groups, ranks, generator)
-    else:
-        edges = pad(torch.randint(0, 2 * length + 1, (groups,), generator=generator).cumsum(0), (1, 0))
-        total = int(edges[-1])
-        shape = (total,)
-        dtype = choose((torch.int32, torch.int64), generator)
-        pieces = pieces_of(total, ranks, generator)
-        if form == "global":
-            offsets, placement = edges.to(dtype), "global"
-        elif form == "own offsets":
-            offsets = edges.to(dtype)
-            counts = pieces_of(groups, ranks, generator)
-            own_offsets = [pad(part.cumsum(0), (1, 0)).to(dtype) for part in edges.diff().split(counts)]
-            pieces = [int(own[-1]) for own in own_offsets]
-    values = random_values(shape, special, generator).to(choose(DTYPES, generator))
-    mask = torch.rand(shape, generator=generator) < 0.8 if choose((True, False), generator) else None
-    return Batch(values, offsets, mask, pieces, placement, own_offsets)
-
-
-def random_bound(batch: Batch, ranks: Ranks, generator: torch.Generator) -> dict[str, Any]:
-    """A process group, and sometimes ``max_rollouts``, tight or not."""
-    most = max(batch.own(batch.values, rank).numel() for rank in range(ranks.size))
-    more = choose((0, 1, 17, None), generator)
-    return {"process_group": ranks.group} | ({} if more is None else {"max_rollouts": max(most + more, 1)})
-
-
-def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
-    keep = choose((1, 2, 3, 5, 9, 40, 2**62), generator)
-    return keep, keep if choose((True, False), generator) else torch.tensor(keep)
-
-
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
-def rounds_of(count: int) -> Iterator[int]:
-    """In every other round host values count as unknown, as on a GPU."""
-    for number in range(count):
-        with mock.patch.object(rollouts, "_is_at_hand", lambda _, odd=number % 2: not odd):
-            yield number
-
-
-def any_advantages(ranks: Ranks, seed: int) -> None:
-    generator = random_generator(seed)
-    for _ in rounds_of(rounds(200)):
-        batch = random_batch(ranks.size, generator, special=False)
-        if choose((False, False, True), generator):
-            batch = batch._replace(values=batch.values.double() + choose((0.0, 1e9), generator))
-        options = {"scale": choose(SCALES, generator), "eps": choose((1e-4, 0.0, 0.5), generator)}
-        options["ddof"] = choose((0, 1, 2), generator)
-        across = random_bound(batch, ranks, generator) | batch.options(ranks.rank)
-        expected = group_advantages(batch.values, offsets=batch.offsets, **options)
-        found = group_advantages(batch.own(batch.values, ranks.rank), **options, **across)
-        assert_same_bits(found, batch.own(expected, ranks.rank).contiguous())
-
-
-def any_selection(ranks: Ranks, seed: int) -> None:
-    generator = random_generator(seed)
-    for _ in rounds_of(rounds(150)):
-        batch = random_batch(ranks.size, generator)
-        keep, given_keep = random_keep(generator)
-        across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
-        own = batch.own(batch.values, ranks.rank)
-        hint = choose((None, 1, 4, 1000), generator)
-        expected = max_variance_select(batch.values, keep, offsets=batch.offsets, mask=batch.mask)
-        found = max_variance_select(own, given_keep, max_segment=hint, **across)
-        assert_same_bits(found, batch.own(expected, ranks.rank))
-
-        rule, scope = choose(ROLLOUT_RULES[:-1], generator), choose(SCOPES, generator)
-        options = {"rule": rule, "scope": scope}
-        expected = select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options)
-        found = select_rollouts(own, given_keep, **options, **across)
-        assert_same_bits(found, batch.own(expected, ranks.rank))
-
-
-def even_batches(ranks: Ranks, seed: int) -> None:
+def even_batches(ranks: Ranks, values: Tensor) -> None:
     """Every rank has the same number of rollouts, which is also the bound, so no rearranging is needed."""
-    generator = random_generator(seed)
-    for number in rounds_of(20):
-        values = torch.randn(ranks.size * 3, 4, generator=generator).round(decimals=1)
-        own, bound = values[ranks.rank * 3 :][:3], {} if number % 4 < 2 else {"max_rollouts": 12}
+    mine = slice(ranks.rank * 3, ranks.rank * 3 + 3)
+    for bound, known in product(({}, {"max_rollouts": 12}), (True, False)):
         across = {"process_group": ranks.group, **bound}
-        mine = slice(ranks.rank * 3, ranks.rank * 3 + 3)
-        assert_same_bits(select_rollouts(own, 2, **across), select_rollouts(values, 2)[mine])
-        advantages = group_advantages(values, scale="batch")
-        assert_same_bits(group_advantages(own, scale="batch", **across), advantages[mine].contiguous())
-
-
-def random_rule(ranks: Ranks, seed: int) -> None:
-    """All ranks together keep as many as one process would."""
-    generator, draws = random_generator(seed), random_generator(seed + ranks.rank)
-    for _ in range(rounds(80)):
-        batch = random_batch(ranks.size, generator)
-        keep, given_keep = random_keep(generator)
-        options = {"rule": "random", "scope": choose(SCOPES, generator)}
-        across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
-        own = batch.own(batch.values, ranks.rank)
-        found = select_rollouts(own, given_keep, generator=draws, **options, **across)
-        usable = own.isfinite() if batch.mask is None else own.isfinite() & batch.own(batch.mask, ranks.rank)
-        assert not (found & ~usable).any()
-        expected = select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options)
-        assert ranks.gather_number(int(found.sum()), found).sum() == expected.sum()
+        with mock.patch.object(rollouts, "_is_at_hand", lambda _, known=known: known):
+            assert_same_bits(select_rollouts(values[mine], 2, **across), select_rollouts(values, 2)[mine])
+            found = group_advantages(values[mine], scale="batch", **across)
+        assert_same_bits(found, group_advantages(values, scale="batch")[mine].contiguous())
 
 
 @sizes
-@pytest.mark.parametrize("task", [any_advantages, any_selection, even_batches, random_rule])
-def test_each_rank_has_its_part_of_the_whole(task: Callable[[Ranks, int], None], size: int) -> None:
-    world(size).run(task, int(torch.randint(2**31, ())))
+def test_ranks_with_equally_many_rollouts(size: int) -> None:
+    world(size).run(even_batches, torch.randn(size * 3, 4).round(decimals=1))
 
 
 def random_shares(ranks: Ranks, seed: int) -> Tensor:
@@ -197,6 +55,7 @@ def test_random_rule_draws_all_alike() -> None:
     assert (shares - 0.5).abs().max() < 0.13  # six standard deviations
 
 
+@on_ranks(*SIZES)
 def nothing_at_all(ranks: Ranks) -> None:
     """No groups, empty groups, and no values, with every kind of offsets and bounds."""
     forms: list[tuple[Tensor, dict]] = [(torch.zeros(0, 5), {}), (torch.zeros(3, 0), {}), (torch.zeros(0), {})]
@@ -216,12 +75,8 @@ def nothing_at_all(ranks: Ranks) -> None:
                 assert select_rollouts(values, keep, equal_rows=True, **across).shape == values.shape
 
 
-@sizes
-def test_nothing_at_all(size: int) -> None:
-    world(size).run(nothing_at_all)
-
-
-def of_one_rank(ranks: Ranks) -> None:
+@on_ranks(2)
+def groups_of_one_rank_are_local(ranks: Ranks) -> None:
     """A group of one rank gives the local op. A mesh is accepted as a group."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("all", "one"))
     values, offsets = torch.randn(20), torch.tensor([0, 7, 20])
@@ -240,10 +95,6 @@ def of_one_rank(ranks: Ranks) -> None:
     assert_same_bits(found, group_advantages(everyones).split(3)[ranks.rank])
 
 
-def test_groups_of_one_rank() -> None:
-    world(2).run(of_one_rank)
-
-
 def test_sums_of_a_batch_do_not_depend_on_what_is_behind_it() -> None:
     """Tested in plain PyTorch in double, because float32 would hide a difference."""
     for n in (0, 1, 5, 100, 777):
@@ -255,54 +106,6 @@ def test_sums_of_a_batch_do_not_depend_on_what_is_behind_it() -> None:
             present = torch.arange(n + behind) < n
             stretches = pool_present(present)
             assert stretches.last(stretches.scan(padded, torch.add))[0] == expected
-
-
-# ---- what is sent ---------------------------------------------------------------------------------------------------
-
-
-def what_is_sent(ranks: Ranks) -> dict[str, list[tuple[str, int]]]:
-    values, rows = torch.randn(6 - ranks.rank), torch.randn(3, 4)
-    one = {"process_group": ranks.group}
-    bounded, offsets = one | {"max_rollouts": 9}, torch.tensor([0, 4, 8, 11])
-    straddling = bounded | {"offsets": offsets, "placement": "global"}
-    calls = {
-        "values": lambda: max_variance_select(values, 3, **one),
-        "bounded": lambda: max_variance_select(values, 3, **bounded),
-        "straddling": lambda: max_variance_select(values, 3, **straddling),
-        "straddling advantages": lambda: group_advantages(values, **straddling),
-        "batch": lambda: group_advantages(rows, scale="batch", **one),
-        "bounded batch": lambda: group_advantages(rows, scale="batch", **one, max_rollouts=12),
-        "pooled": lambda: select_rollouts(rows, 2, **one),
-        "bounded pooled": lambda: select_rollouts(rows, 2, max_rollouts=12, **one),
-        "bounded random": lambda: select_rollouts(rows, 2, rule="random", max_rollouts=12, **one),
-        "equal rows": lambda: select_rollouts(rows, 2, equal_rows=True, **one),
-        "bounded equal rows": lambda: select_rollouts(rows, 2, equal_rows=True, max_rollouts=12, **one),
-        "rows": lambda: max_variance_select(rows, 2, **one),
-        "advantages of rows": lambda: group_advantages(rows, **one),
-        "scaled by nothing": lambda: group_advantages(rows, scale="none", **bounded | {"max_rollouts": 12}),
-        "in groups": lambda: select_rollouts(rows, 2, rule="highest", scope="group", **one),
-        "own offsets": lambda: max_variance_select(values, 2, offsets=torch.tensor([0, 2, len(values)]), **one),
-    }
-    sent = {}
-    for name, call in calls.items():
-        with counted() as sent[name]:
-            call()
-    return sent
-
-
-def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
-    gather, number = "allgather_base", ("allgather_base", 8)
-    for sent in world(2).run(what_is_sent):
-        assert sent["values"] == [number, (gather, 4 * (2 + 6))]  # padded to the longest, after two numbers
-        assert sent["bounded"] == sent["straddling"] == [(gather, 4 * (2 + 9))]
-        assert sent["straddling advantages"] == [(gather, 8 * (1 + 9))]
-        assert sent["batch"] == [number, *sent["bounded batch"]] == [number, (gather, 8 * (1 + 12))]
-        for name in ("pooled", "equal rows"):
-            assert sent[name] == [number, (gather, 4 * (2 + 12))]
-        for name in ("bounded pooled", "bounded random", "bounded equal rows"):
-            assert sent[name] == [(gather, 4 * (2 + 12))]
-        for name in ("rows", "advantages of rows", "scaled by nothing", "in groups", "own offsets"):
-            assert sent[name] == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -383,25 +186,13 @@ def call(ranks: Ranks, function: str, arguments: list[dict[str, Any]]) -> Tensor
 
 @pytest.mark.parametrize(("function", "bad", "said"), cases_of(REFUSED))
 def test_bad_arguments(function: str, bad: dict[str, Any], said: str) -> None:
-    good, bad = GOOD[function], GOOD[function] | bad
-    for found in world(2).outcomes(call, function, [bad, bad]):  # refused before anything is sent, so no rank waits
-        assert isinstance(found, (TypeError, ValueError))
-        assert str(found).startswith(said)
-    if "process_group" in bad:
-        return
-    found = world(2).outcomes(call, function, [good, bad], D3S_KERNELS_CHECK="1")
-    assert str(found[0]) == str(found[1])
-    assert str(found[0]).startswith(said)
-    assert str(found[0]).endswith(" (on rank 1 of 2)")
+    good = None if "process_group" in bad else GOOD[function]
+    assert_all_refuse(call, function, bad=GOOD[function] | bad, said=said, good=good)
 
 
 @pytest.mark.parametrize(("function", "other", "said"), cases_of(DIFFERENT))
 def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: str) -> None:
-    good = GOOD[function]
-    found = world(2).outcomes(call, function, [good, good | other], D3S_KERNELS_CHECK="1")
-    assert [type(error) for error in found] == [ValueError, ValueError]
-    assert str(found[0]) == str(found[1])
-    assert str(found[0]).startswith(said)
+    assert_told_apart(call, function, good=GOOD[function], other=GOOD[function] | other, said=said)
 
 
 def of_other_dtypes(ranks: Ranks, bound: dict[str, int], known: bool) -> Tensor:

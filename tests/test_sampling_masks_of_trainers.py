@@ -101,8 +101,7 @@ def shift_left(values: Tensor, fill: int) -> Tensor:
     return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], 1)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("mask_prompts", [True, False])
+@pytest.mark.parametrize(("softcap", "mask_prompts"), [(None, False), (2.0, True)])
 def test_prime_rl(softcap: float | None, mask_prompts: bool) -> None:
     batch = packed_sequences()
     hidden = torch.randn(1, batch["input_ids"].shape[1], WIDTH, requires_grad=True)
@@ -110,27 +109,19 @@ def test_prime_rl(softcap: float | None, mask_prompts: bool) -> None:
     labels, counts = shift_left(batch["input_ids"], 0), shift_left(batch["loss_mask"], 0)
     logits = hidden @ weight.T
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    expected = dense(logits[0] / batch["temperatures"][0].unsqueeze(-1), labels[0], batch["spans"])
+    spans, sets = list(batch["spans"]), shift_left(batch["sampling_mask"], -1)
+    if not mask_prompts:  # a set without its label is no set
+        outside, spans[3] = [token for token in range(5) if token != labels[0, 3]], []
+        sets = padded([*spans[:3], outside, *spans[4:]])
+    expected = dense(logits[0] / batch["temperatures"][0].unsqueeze(-1), labels[0], spans)
     expected = tuple(values.unsqueeze(0) * (counts | (not mask_prompts)) for values in expected)
     options: dict[str, Any] = {"logit_softcap": softcap} if softcap else {}
     given = labels
     if mask_prompts:
         given = PRIME_RL["prime_rl_labels"](labels, counts)
         options["max_dense_rows"] = 0
-    sets = shift_left(batch["sampling_mask"], -1)
     out = PRIME_RL["prime_rl_scores"](hidden, weight, given, batch["temperatures"], sets, **options)
     check((out["logprobs"], out["entropy"]), expected, hidden, weight)
-
-
-def test_prime_rl_label_outside_its_set() -> None:
-    batch = packed_sequences()
-    hidden, weight = torch.randn(1, batch["input_ids"].shape[1], WIDTH), torch.randn(VOCABULARY, WIDTH)
-    labels, spans = shift_left(batch["input_ids"], 0), batch["spans"]
-    spans[3] = [token for token in range(5) if token != labels[0, 3]]
-    out = PRIME_RL["prime_rl_scores"](hidden, weight, labels, torch.ones(1, len(spans)), padded(spans))
-    logprob, entropy = dense((hidden @ weight.T)[0], labels[0], [*spans[:3], [], *spans[4:]])
-    close(out["logprobs"], logprob.unsqueeze(0))
-    close(out["entropy"], entropy.unsqueeze(0))
 
 
 def test_prime_rl_without_padding() -> None:
@@ -153,8 +144,11 @@ def packed_responses(forced: bool) -> dict[str, Any]:
         spans.append([a_span(token) for token in tokens[-1][-response:].tolist()])
     for place in (3, 4):
         spans[2][place] = [int(tokens[2][3 + place])] if forced else OBSERVED
-    ids = [torch.tensor([t for span in of_sample for t in span], dtype=torch.int32) for of_sample in spans]
-    offsets = [torch.tensor([0, *map(len, s)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for s in spans]
+    given = [list(of_sample) for of_sample in spans]
+    label = int(tokens[0][-1])  # which the snippet adds to a set without it
+    given[0][3], spans[0][3] = [(label + 1) % VOCABULARY], [(label + 1) % VOCABULARY, label]
+    ids = [torch.tensor([t for span in of_sample for t in span], dtype=torch.int32) for of_sample in given]
+    offsets = [torch.tensor([0, *map(len, s)], dtype=torch.int32).cumsum(0, dtype=torch.int32) for s in given]
     return {"total": totals, "response": responses, "tokens": tokens, "spans": spans, "ids": ids, "offsets": offsets}
 
 
@@ -191,18 +185,6 @@ def test_slime_and_miles(trainer: str) -> None:
     assert [len(part) for part in scores["log_probs"]] == [len(part) for part in scores["entropy"]] == data["response"]
     found = torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
     check(found, expected_scores(logits[0], data), logits)
-
-
-def test_slime_adds_a_label_to_its_set() -> None:
-    data = packed_responses(forced=False)
-    label = int(data["tokens"][0][-1])
-    masks = [SamplingMask.from_lists(spans) for spans in data["spans"]]
-    without = [*data["spans"][0][:3], [t for t in range(5) if t != label]]
-    masks[0] = SamplingMask.from_lists(without)
-    data["spans"][0][3] = [*without[3], label]
-    logits = torch.randn(1, sum(data["total"]), VOCABULARY)
-    scores = SLIME["scores_of_responses"](logits, data["tokens"], data["total"], data["response"], masks, TEMPERATURE)
-    close(torch.cat(scores["log_probs"]), expected_scores(logits[0], data)[0])
 
 
 def test_slime_with_context_parallelism() -> None:
@@ -263,21 +245,12 @@ def expected_of_skyrl(logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, Ten
     return logprob.view_as(counts) * counts, entropy.view_as(counts) * counts
 
 
-def test_skyrl_rows() -> None:
-    data = right_aligned()
-    labels, mask, kept = SKYRL["skyrl_rows"](data["sequences"], data["loss_mask"], data["support"])
-    assert kept.to_lists() == data["spans"]
-    assert int(mask.sum()) == int(data["loss_mask"].sum())
-    empty = (kept.offsets.diff() == 0).view_as(mask) & mask
-    assert empty.nonzero().tolist() == [[0, 12]]  # the appended EOS
-    assert labels[0, 12] == data["sequences"][0, 13]
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_skyrl(packed: bool) -> None:
     data = right_aligned()
     logits = torch.randn(*data["sequences"].shape, VOCABULARY, requires_grad=True)
     arguments = data["sequences"], data["loss_mask"], data["support"]
+    assert SKYRL["skyrl_rows"](*arguments)[2].to_lists() == data["spans"]
     if packed:
         places = data["attention_mask"].flatten().nonzero().squeeze(1)
         of_places = SKYRL["skyrl_scores"](logits.flatten(0, 1)[places].unsqueeze(0), *arguments, nnz_indices=places)

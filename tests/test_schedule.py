@@ -1,15 +1,15 @@
 """DownSamplingSchedule: the budget at a point of training."""
 
 import math
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from cases.draw import draws
 
 from d3s_kernels import Budget, DownSamplingSchedule, progress_of
 
 SHAPES = ("linear", "cosine", "exponential")
-progresses = st.floats(0, 1)
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -32,27 +32,29 @@ def test_the_last_step_has_the_end() -> None:
     assert [progress_of(0, steps) for steps in (1, 0, -1)] == [0, 0, 0]
 
 
-@given(progresses)
-def test_the_shapes(progress: float) -> None:
+def test_the_shapes() -> None:
     """Cosine is linear in a smooth step; exponential grows by equal factors."""
     linear, cosine, exponential = (DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20), shape) for shape in SHAPES)
-    assert linear(progress).rollouts == math.floor(8 + 24 * progress + 0.5)
-    assert linear(progress).token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
-    step = 0.5 * (1 - math.cos(math.pi * progress))
-    assert cosine(progress).token_ratio == pytest.approx((1 - step) * 0.05 + step * 0.20)
-    assert exponential(progress).token_ratio == pytest.approx(0.05 * 4**progress)
-    assert exponential(progress).rollouts == math.floor(8 * 4**progress + 0.5)
+    for progress in (0.0, 1e-9, 1.0, *torch.rand(9).tolist()):
+        assert linear(progress).rollouts == math.floor(8 + 24 * progress + 0.5)
+        assert linear(progress).token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
+        step = 0.5 * (1 - math.cos(math.pi * progress))
+        assert cosine(progress).token_ratio == pytest.approx((1 - step) * 0.05 + step * 0.20)
+        assert exponential(progress).token_ratio == pytest.approx(0.05 * 4**progress)
+        assert exponential(progress).rollouts == math.floor(8 * 4**progress + 0.5)
 
 
-@given(st.sampled_from(SHAPES), st.integers(1, 64), st.integers(1, 64), progresses, progresses)
-def test_it_never_turns_back_nor_leaves_its_ends(shape: str, start: int, end: int, one: float, other: float) -> None:
-    schedule = DownSamplingSchedule(Budget(start, start / 64), Budget(end, end / 64), shape)
-    early, late = schedule(min(one, other)), schedule(max(one, other))
-    low, high = (early, late) if start <= end else (late, early)
-    assert min(start, end) <= low.rollouts <= high.rollouts <= max(start, end)
-    assert min(start, end) / 64 <= low.token_ratio + 1e-15
-    assert low.token_ratio <= high.token_ratio + 1e-15
-    assert high.token_ratio <= max(start, end) / 64 + 1e-15
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_never_turns_back_nor_leaves_its_ends(shape: str) -> None:
+    for draw in draws():
+        start, end = draw.integer(1, 64), draw.integer(1, 64)
+        schedule = DownSamplingSchedule(Budget(start, start / 64), Budget(end, end / 64), shape)
+        steps = [schedule(progress) for progress in (0, *sorted(torch.rand(4).tolist()), 1)]
+        rising = steps if start <= end else steps[::-1]
+        assert [step.rollouts for step in rising] == sorted(step.rollouts for step in rising)
+        assert {start, end} == {steps[0].rollouts, steps[-1].rollouts}
+        for early, late in pairwise(rising):
+            assert early.token_ratio <= late.token_ratio + 1e-15
 
 
 def test_rollouts_are_rounded_half_up() -> None:

@@ -5,57 +5,22 @@ import torch
 from helpers import (
     INF,
     NAN,
-    Segmented,
     assert_identical,
     assert_same_bits,
-    awkward,
     cut,
     random_generator,
     random_logits,
-    ratios,
-    seeds,
-    segmented,
     slow,
-    unwritten,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from d3s_kernels import TokenSelection, entropy, reference, select_tokens, select_tokens_from_logits
-
-scopes = st.sampled_from(["batch", "sequence"])
-topk_rules = st.sampled_from(["advantage_entropy", "entropy", "advantage", "random"])
 
 
 def check(found: TokenSelection, expected: reference.TokenSelection) -> None:
     assert isinstance(found, TokenSelection)
     for name in expected._fields:
         assert_identical(getattr(found, name), getattr(expected, name))
-
-
-@st.composite
-def advantages(draw: st.DrawFn, case: Segmented) -> Tensor:
-    """One advantage for each token, for each sequence, or for all."""
-    shape = draw(st.sampled_from([case.values.shape, case.segments, ()]))
-    count = torch.Size(shape).numel()
-    return torch.tensor(draw(st.lists(awkward, min_size=count, max_size=count)), dtype=torch.float32).view(shape)
-
-
-@given(st.data(), segmented(awkward), ratios(), topk_rules, scopes, st.booleans(), seeds)
-def test_any_arguments(
-    data: st.DataObject, case: Segmented, ratio: float | Tensor, rule: str, scope: str, drop_zeros: bool, seed: int
-) -> None:
-    def generator() -> torch.Generator | None:
-        return random_generator(seed) if rule == "random" else None
-
-    arguments = (case.values, data.draw(advantages(case)), ratio)
-    options = {"rule": rule, "mask": case.mask, "offsets": case.offsets, "scope": scope}
-    options["drop_zeros"] = drop_zeros and rule != "random"
-    check(
-        select_tokens(*arguments, generator=generator(), **options),
-        reference.select_tokens(*arguments, generator=generator(), **options),
-    )
 
 
 def test_from_ragged_logits_at_a_temperature_of_each_token() -> None:
@@ -160,9 +125,6 @@ def test_the_faults_of_the_quantile() -> None:
             select_tokens(torch.zeros(2**24 + 1), None, 0.2, rule="entropy_quantile")
 
 
-# ---- scope -----------------------------------------------------------------------------------------------------------
-
-
 # ---- awkward batches -------------------------------------------------------------------------------------------------
 
 
@@ -177,14 +139,6 @@ def test_nothing_to_keep(shape: tuple[int, ...], rule: str) -> None:
         assert not found.mask.any()
         assert (found.count == 0).all()
         assert (found.threshold == INF).all()
-
-
-def test_logits_of_masked_tokens_are_not_read() -> None:
-    logits, mask = random_logits(3, 8, 500), torch.rand(3, 8) < 0.5
-    clean = select_tokens_from_logits(logits, torch.ones(3), 0.5, mask=mask)
-    logits[~mask] = NAN
-    check(select_tokens_from_logits(logits, torch.ones(3), 0.5, mask=mask), clean)
-    assert (clean.entropy[~mask] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -210,21 +164,3 @@ def test_long_ragged_batch(per: str) -> None:
     for scope in ("batch", "sequence"):
         options = {"offsets": offsets, "scope": scope}
         check(select_tokens(values, each, 0.1, **options), reference.select_tokens(values, each, 0.1, **options))
-
-
-def test_selections_have_no_gradient() -> None:
-    logits = random_logits(2, 5, 30).requires_grad_()
-    for tensor in select_tokens_from_logits(logits, torch.ones(2, requires_grad=True), 0.5)[:4]:
-        assert not tensor.requires_grad
-    row_entropy = entropy(logits)
-    for rule in ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"):
-        found = select_tokens(row_entropy, torch.ones(2, requires_grad=True), 0.5, rule=rule)
-        assert not any(tensor.requires_grad for tensor in (found.mask, found.count, found.threshold))
-    row_entropy[found.mask].sum().backward()  # the mask can be used in a loss
-    assert logits.grad is not None
-
-
-def test_the_inputs_are_not_written() -> None:
-    logits, each, mask = random_logits(2, 6, 30), torch.randn(2), torch.rand(2, 6) < 0.8
-    with unwritten(logits, each, mask):
-        select_tokens_from_logits(logits, each, 0.3, mask=mask, drop_zeros=True)

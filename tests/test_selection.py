@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from cases.draw import draws
 from ranks import Ranks, world
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from d3s_kernels.selection import choose_rollouts, options
 
 RULES = ["max_variance", "highest", "largest_abs", "percentile"]
 SCOPES = ["batch", "group"]
-SEEDS = st.integers(0, 2**20)
 
 
 def both_ends(rollouts: float, **values: Any) -> d3s.Selection:
@@ -104,60 +102,56 @@ def shuffled(advantages: Tensor, seed: int) -> tuple[Tensor, list[str], Tensor]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("scope", SCOPES)
-@given(
-    groups=st.integers(1, 5),
-    n=st.integers(2, 8),
-    keep=st.integers(2, 8),
-    multiple=st.integers(1, 6),
-    seed=SEEDS,
-)
-def test_rows_of_groups_and_groups_in_any_order_choose_alike(
-    rule: str, scope: str, groups: int, n: int, keep: int, multiple: int, seed: int
-) -> None:
+def test_rows_of_groups_and_groups_in_any_order_choose_alike(rule: str, scope: str) -> None:
     """TRL has a row for each group, verl rollouts in any order: the same options choose the same rollouts."""
-    advantages = torch.randn(groups, n, generator=torch.Generator().manual_seed(seed))
-    values, labels, order = shuffled(advantages, seed + 1)
-    selection = both_ends(keep, rollout_rule=rule, rollout_scope=scope)
-    total = min(-(-min(keep, n) * groups // multiple), groups * n // multiple) * multiple
-    if total == 0:
-        with pytest.raises(ValueError, match=f"multiple_of: got {multiple}, and {groups * n} rollouts"):
-            selection.rollouts(advantages, 0.0, multiple_of=multiple)
-        return
-    assert selection.number_of_rollouts(0.0, groups, n, multiple)[1] == total
-    kept = selection.rollouts(advantages, 0.0, multiple_of=multiple)
-    assert int(kept.sum()) == total
-    # Groups come in the order in which they first appear: with other extra places for groups that tie, none here.
-    again = selection.rollouts(values, 0.0, groups=labels, multiple_of=multiple)
-    assert torch.equal(again, kept.flatten()[order])
-    numbers = order // n
-    for groups_of in (numbers, list(numbers), numbers.numpy()):
-        assert torch.equal(selection.rollouts(values, 0.0, groups=groups_of, multiple_of=multiple), again)
+    for draw in draws():
+        groups, n, keep, multiple = draw.integer(1, 5), draw.integer(2, 8), draw.integer(2, 8), draw.integer(1, 6)
+        advantages = torch.randn(groups, n, generator=draw.generator())
+        values, labels, order = shuffled(advantages, draw.integer(0, 2**20))
+        selection = both_ends(keep, rollout_rule=rule, rollout_scope=scope)
+        total = min(-(-min(keep, n) * groups // multiple), groups * n // multiple) * multiple
+        if total == 0:
+            with pytest.raises(ValueError, match=f"multiple_of: got {multiple}, and {groups * n} rollouts"):
+                selection.rollouts(advantages, 0.0, multiple_of=multiple)
+            continue
+        assert selection.number_of_rollouts(0.0, groups, n, multiple)[1] == total
+        kept = selection.rollouts(advantages, 0.0, multiple_of=multiple)
+        assert int(kept.sum()) == total
+        # Groups come in the order in which they first appear: with other extra places for groups that tie, none here.
+        again = selection.rollouts(values, 0.0, groups=labels, multiple_of=multiple)
+        assert torch.equal(again, kept.flatten()[order])
+        for groups_of in (order // n, list(order // n), (order // n).numpy()):
+            assert torch.equal(selection.rollouts(values, 0.0, groups=groups_of, multiple_of=multiple), again)
 
 
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), keep=st.integers(1, 4), seed=SEEDS)
-def test_the_last_ones_go_to_the_groups_that_vary_most(sizes: list[int], keep: int, seed: int) -> None:
+def test_the_last_ones_go_to_the_groups_that_vary_most() -> None:
     """Against all ways to give the groups one more, for groups of any size."""
-    random = torch.Generator().manual_seed(seed)
-    groups = [torch.randn(size, generator=random) for size in sizes]
+    for draw in draws():
+        sizes, keep = [draw.integer(1, 6) for _ in range(draw.integer(1, 4))], draw.integer(1, 4)
+        groups = [torch.randn(size, generator=draw.generator()) for size in sizes]
+        for total in range(sum(min(keep, size) for size in sizes), sum(sizes) + 1):
+            assert_most_varied(groups, keep, total)
+
+
+def assert_most_varied(groups: list[Tensor], keep: int, total: int) -> None:
+    sizes = [len(group) for group in groups]
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]
-    asked = sum(min(keep, size) for size in sizes)
-    for total in range(asked, sum(sizes) + 1):
-        kept = choose_rollouts(torch.cat(groups), keep, scope="group", groups=labels, multiple_of=total)
-        counts = [int(part.sum()) for part in kept.split(sizes)]
-        each = min((count for count, size in zip(counts, sizes, strict=True) if count < size), default=max(sizes))
-        assert sum(counts) == total
-        for group, count, part in zip(groups, counts, kept.split(sizes), strict=True):
-            if count < len(group):
-                assert count in (each, each + 1)
-            best = max(itertools.combinations(group.tolist(), count), key=variance) if count else ()
-            assert math.isclose(variance(group[part].tolist()), variance(best), rel_tol=1e-5, abs_tol=1e-9)
-        further = [  # of the groups that could have one more, whether they have it
-            (count > each, variance(max(itertools.combinations(group.tolist(), each + 1), key=variance)))
-            for group, count in zip(groups, counts, strict=True)
-            if len(group) > each
-        ]
-        lack = max((most for has, most in further if not has), default=0.0)
-        assert all(most >= lack * (1 - 2e-5) for has, most in further if has)
+    kept = choose_rollouts(torch.cat(groups), keep, scope="group", groups=labels, multiple_of=total)
+    counts = [int(part.sum()) for part in kept.split(sizes)]
+    each = min((count for count, size in zip(counts, sizes, strict=True) if count < size), default=max(sizes))
+    assert sum(counts) == total
+    for group, count, part in zip(groups, counts, kept.split(sizes), strict=True):
+        if count < len(group):
+            assert count in (each, each + 1)
+        best = max(itertools.combinations(group.tolist(), count), key=variance) if count else ()
+        assert math.isclose(variance(group[part].tolist()), variance(best), rel_tol=1e-5, abs_tol=1e-9)
+    further = [  # of the groups that could have one more, whether they have it
+        (count > each, variance(max(itertools.combinations(group.tolist(), each + 1), key=variance)))
+        for group, count in zip(groups, counts, strict=True)
+        if len(group) > each
+    ]
+    lack = max((most for has, most in further if not has), default=0.0)
+    assert all(most >= lack * (1 - 2e-5) for has, most in further if has)
 
 
 def variance(values: Any) -> float:
@@ -327,22 +321,21 @@ def test_rollouts_that_cannot_move_vary_together_with_as_many_on_each_rank() -> 
     assert by_rank.view(2, 4).tolist() == [[True, True, False, False]] * 2
 
 
-@given(groups=st.integers(1, 6), n=st.integers(2, 9), keep=st.integers(1, 9), ranks=st.integers(1, 4), seed=SEEDS)
-def test_and_by_no_less_than_if_each_rank_had_chosen_alone(
-    groups: int, n: int, keep: int, ranks: int, seed: int
-) -> None:
-    values = torch.randn(groups, n, generator=torch.Generator().manual_seed(seed)).mul(2).round() / 2
-    advantages, keep = torch.cat([values, values.flip(0) - 1] * ranks), min(keep, n)
-    kept = choose_rollouts(advantages, keep, multiple_of=ranks, ranks=ranks).view(ranks, -1)
-    by_rank = advantages.view(ranks, -1).double()
-    each = int(kept.sum()) // ranks
-    assert kept.sum(dim=1).tolist() == [each] * ranks
-    total = each * ranks
-    assert keep * len(advantages) <= total < keep * len(advantages) + ranks
-    alone = torch.cat([own[d3s.max_variance_select(own.float(), each)] for own in by_rank])
-    # The choice may lack one exchange's part of the sum: see d3s_kernels/_rules/equal_rows.py.
-    lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
-    assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
+def test_and_by_no_less_than_if_each_rank_had_chosen_alone() -> None:
+    for draw in draws():
+        groups, n, ranks = draw.integer(1, 6), draw.integer(2, 9), draw.integer(1, 4)
+        values = torch.randn(groups, n, generator=draw.generator()).mul(2).round() / 2
+        advantages, keep = torch.cat([values, values.flip(0) - 1] * ranks), draw.integer(1, n)
+        kept = choose_rollouts(advantages, keep, multiple_of=ranks, ranks=ranks).view(ranks, -1)
+        by_rank = advantages.view(ranks, -1).double()
+        each = int(kept.sum()) // ranks
+        assert kept.sum(dim=1).tolist() == [each] * ranks
+        total = each * ranks
+        assert keep * len(advantages) <= total < keep * len(advantages) + ranks
+        alone = torch.cat([own[d3s.max_variance_select(own.float(), each)] for own in by_rank])
+        # The choice may lack one exchange's part of the sum: see d3s_kernels/_rules/equal_rows.py.
+        lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
+        assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
 
 
 def test_groups_that_cannot_move_are_chosen_on_their_rank() -> None:

@@ -1,4 +1,4 @@
-"""shared_tokens: what a wrong response shares with a right one of its group, against the reference's loop."""
+"""shared_tokens: what a wrong response shares with a right one of its group."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import NAN, assert_identical
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
+from cases.draw import draws
+from helpers import NAN
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
-from d3s_kernels import reference, shared_tokens
+from d3s_kernels import shared_tokens
 
 WRONG, RIGHT = -1.0, 1.0
 
@@ -67,37 +65,20 @@ def test_who_is_compared() -> None:
     assert not shared_tokens(ids, apart).any()
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Responses of few kinds of tokens, so that they share some; groups of any size, in any order."""
-    labels = draw(st.lists(st.integers(0, 2), max_size=7))
-    shape = len(labels), draw(st.integers(0, 6))
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    ids = torch.randint(0, draw(st.integers(1, 3)), shape, generator=random)
-    advantages = torch.tensor([WRONG, RIGHT, 0.0, NAN])[torch.randint(0, 4, (len(labels),), generator=random)]
-    return ids, advantages, torch.rand(shape, generator=random) < draw(st.sampled_from([0.5, 0.9, 1.0])), labels
-
-
-@given(batches())
-def test_any_batch(batch: tuple[Tensor, Tensor, Tensor, list[int]]) -> None:
-    """In rows and packed, with labels of any kind."""
-    ids, advantages, mask, labels = batch
-    found = shared_tokens(ids, advantages, mask, groups=labels)
-    assert_identical(found, reference.shared_tokens(ids, advantages, mask, groups=labels))
-    assert found.equal(shared_tokens(ids.int(), advantages, mask.long(), groups=torch.tensor(labels).long()))
-    offsets = torch.nn.functional.pad(mask.sum(dim=1).cumsum(0), (1, 0))
-    packed = shared_tokens(ids[mask], advantages.bfloat16(), groups=map(str, labels), offsets=offsets)
-    assert packed.equal(found[mask])
-
-
-@given(batches(), st.sampled_from([1, 2, 3]))
-def test_rows_of_groups(batch: tuple[Tensor, Tensor, Tensor, list[int]], n: int) -> None:
-    ids, advantages, mask, labels = batch
-    some = len(labels) // n * n
-    ids, advantages, mask = ids[:some], advantages[:some].view(-1, n), mask[:some]
-    found = shared_tokens(ids, advantages, mask)
-    assert_identical(found, reference.shared_tokens(ids, advantages, mask))
-    assert found.equal(shared_tokens(ids, advantages.flatten(), mask, groups=torch.arange(some) // n))
+def test_every_form_of_a_batch_gives_the_same() -> None:
+    """In rows and packed, with labels of any kind, in groups of one size."""
+    for draw in draws():
+        n, number = draw.integer(1, 4), draw.integer(0, 3)
+        ids = torch.randint(draw.integer(1, 3), (n * number, draw.integer(0, 6)), generator=draw.generator())
+        advantages = draw.values((n * number,), dtypes=(torch.float32,))
+        mask = torch.rand(ids.shape, generator=draw.generator()) < draw.choice((0.5, 0.9, 1.0))
+        labels = torch.arange(n * number) // n
+        found = shared_tokens(ids, advantages.view(number, n), mask)
+        offsets = torch.nn.functional.pad(mask.sum(dim=1).cumsum(0), (1, 0))
+        assert found.equal(shared_tokens(ids.int(), advantages, mask.long(), groups=labels.tolist()))
+        assert found.equal(shared_tokens(ids, advantages, mask, groups=labels.int()))
+        packed = shared_tokens(ids[mask], advantages.bfloat16(), groups=map(str, labels.tolist()), offsets=offsets)
+        assert packed.equal(found[mask])
 
 
 def test_nothing_waits_for_the_device() -> None:

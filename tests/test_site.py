@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "site"))
 import names
 import site_pages
 from links import with_links
-from site_pages import all_menus, all_places, on_site, sections
+from site_pages import all_menus, all_places, on_site
 
 ROOT = site_pages.ROOT
 WITH_SPHINX = Path(sys.prefix, "docs", "bin", "python")  # of `make docs`
@@ -31,12 +31,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
     menus = (menu for of in all_menus(all_places(), CODE_HOST).values() for menu in of)
     entries = [target for menu in menus for _, target in menu.entries if target != CODE_HOST]
     docs = {f"/{page.stem}" for page in (ROOT / "docs").glob("*.md")} - {"/index"}
-    assert not {*docs, "/pages", "/CONTRIBUTING"} - {*entries}
+    api = {f"/api/{page.stem}" for page in (ROOT / "docs/site/api").glob("*.rst")}
+    assert not {*docs, *api, "/pages", "/CONTRIBUTING"} - {*entries}
     assert len(entries) == len(set(entries))
-
-
-def test_every_page_of_the_api_is_in_the_navigation() -> None:
-    assert sorted(site_pages.API_PAGES) == sorted(page.stem for page in (ROOT / "docs/site/api").glob("*.rst"))
 
 
 def public_names(module: str) -> list[str]:
@@ -65,33 +62,20 @@ def test_links() -> None:
         ("docs/index.md", "../CONTRIBUTING.md", "CONTRIBUTING.md"),
         ("docs/trl.md", "verl.md#5-sampling-masks", "verl.md#5-sampling-masks"),
         ("docs/trl.md", "#options", "#options"),
-        ("docs/methods.md", "methods/tokens.png", "methods/tokens.png"),
         ("docs/gpu.md", "../benchmarks/targets.py", f"{CODE_HOST}/blob/main/benchmarks/targets.py"),
         ("docs/performance.md", "../benchmarks/results", f"{CODE_HOST}/tree/main/benchmarks/results"),
-        ("docs/performance.md", "../csrc/ops#x", f"{CODE_HOST}/tree/main/csrc/ops#x"),
         ("README.md", "docs/methods/rollouts.png", "methods/rollouts.png"),
         ("README.md", "docs/index.md", "pages.md"),
         ("README.md", "experiments/learning/README.md", "experiments/learning/index.md"),
         ("benchmarks/NOTES.md", "../docs/lm-head.md", "../lm-head.md"),
-        ("experiments/learning/README.md", "chains.py", f"{CODE_HOST}/blob/main/experiments/learning/chains.py"),
         ("README.md", "https://arxiv.org/abs/2509.22115", "https://arxiv.org/abs/2509.22115"),
     ):
         assert on_site(target, PurePosixPath(file), all_places(), CODE_HOST) == link, target
 
-
-def test_a_link_to_nothing_is_an_error() -> None:
     with pytest.raises(SystemExit, match=r"README\.md: links to docs/none\.md, which is not there"):
         on_site("docs/none.md", PurePosixPath("README.md"), {}, CODE_HOST)
-
-
-def test_blocks_of_code_have_no_links() -> None:
-    text = "[a](x.md) ![b](x.png)\n\n```python\nf[a](x)\n```\n\n[c](y.md)"
+    text = "[a](x.md) ![b](x.png)\n\n```python\nf[a](x)\n```\n\n[c](y.md)"  # a block of code has no links
     assert with_links(text, str.upper) == "[a](X.MD) ![b](X.PNG)\n\n```python\nf[a](x)\n```\n\n[c](Y.MD)"
-
-
-def test_sections_of_the_contents() -> None:
-    contents = "# All\n\n## Use\n\n| page | for |\n| --- | --- |\n| [A](a.md) | x |\n| In [B](b.md), [C](c.md) | y |\n"
-    assert list(sections(contents)) == [("Use", [[("A", "a.md")], [("B", "b.md"), ("C", "c.md")]])]
 
 
 def test_names_in_code() -> None:
@@ -125,22 +109,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_sphinx
-@pytest.mark.slow("that the API pages have no markup left over")
+@pytest.mark.slow("that the API pages have no markup left over, and that guides lead to them")
 def test_docstrings_are_rendered(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         text = html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
         assert not re.findall(r":(?:func|class|meth|mod|data|exc):`|``|=====|^ *(?:Args|Example):$", text, re.MULTILINE)
     tokens = (site / "api" / "tokens.html").read_text(encoding="utf-8")
     assert 'id="d3s_kernels.select_tokens"' in tokens
+    assert 'href="api/tokens.html#d3s_kernels.topk_mask"' in (site / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<td><p>&quot;entropy_quantile&quot;</p></td>", tokens)
-
-
-@needs_sphinx
-@pytest.mark.slow("that code in the guides leads to the API")
-def test_pages_lead_to_the_api(site: Path) -> None:
-    start = (site / "index.html").read_text(encoding="utf-8")
-    assert 'href="api/tokens.html#d3s_kernels.topk_mask"' in start
-    assert 'href="performance.html"' in start
 
 
 @needs_sphinx

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
-import shutil
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,18 +17,18 @@ import pytest
 import torch
 from cases import rollouts, tokens
 from cases.coverage import replaced, require_all, served_by
-from cases.draw import ROOM, Draw
+from cases.draw import EXAMPLES, ROOM, Draw, draws
 from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
-from helpers import EVERYTHING, assert_same_bits
+from helpers import EVERYTHING, assert_identical, assert_same_bits, unwritten
 from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import _torch, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.build import FOLDER
-from d3s_kernels._dispatch.libraries import COMPILED, registered
+from d3s_kernels._dispatch.libraries import COMPILED, argument_names, registered
 from d3s_kernels._rules.rules import ROLLOUT_RULES, TOKEN_RULES
-from d3s_kernels.check.compare import compare_here
+from d3s_kernels.check.compare import called, compare_here
 from d3s_kernels.check.tolerances import calls, written_arguments
 from d3s_kernels.rollouts.select_rollouts import RolloutRule
 from d3s_kernels.tokens.select_tokens import TokenRule
@@ -37,16 +36,15 @@ from d3s_kernels.tokens.select_tokens import TokenRule
 ROOT = Path(__file__).parents[1]
 OWN = sorted(served_by("kernels", "composed", "cpu"))
 # Draws, by the largest length of a row or a segment.
-SIZES = {40: 60, 400: 10, 5000: 1} if EVERYTHING else {40: 10, 400: 1}
+SIZES = {40: 2 * EXAMPLES, 400: max(1, EXAMPLES // 5)} | ({5000: 1} if EVERYTHING else {})
 
 
 def assert_means(name: str, row: Row, call: object) -> None:
-    for most, draws in SIZES.items():
-        for seed in torch.randint(2**31, (draws,)).tolist():
-            arguments = row.draw(Draw(seed, most=most))
-            backend = next(iter(backends.serving("cpu")))
-            for difference in compare_here(row, call, arguments, torch.device("cpu"), backend):  # type: ignore[arg-type]
-                assert difference.agrees, f"{name}, Draw({seed}, most={most}): {difference}"
+    backend = next(iter(backends.serving("cpu")))
+    for most, count in SIZES.items():
+        for draw in draws(count, most=most):
+            for difference in compare_here(row, call, row.draw(draw), torch.device("cpu"), backend):  # type: ignore[arg-type]
+                assert difference.agrees, f"{name}: {difference}"
 
 
 @pytest.mark.simd
@@ -58,6 +56,59 @@ def test_every_op_means_what_the_table_says(op: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_means_what_the_reference_says(name: str) -> None:
     assert_means(name, FUNCTIONS[name], getattr(d3s, name))
+
+
+@pytest.mark.parametrize("op", sorted(served_by("kernels")))
+def test_strides_and_alignment_change_no_bit(op: str) -> None:
+    call = getattr(torch.ops.d3s_kernels, op).default
+    for draw in draws():
+        given = {name: part.detach() if isinstance(part, Tensor) else part for name, part in OPS[op].draw(draw).items()}
+        packed = {name: part.contiguous().clone() if isinstance(part, Tensor) else part for name, part in given.items()}
+        for one, other in zip(called(call, given), called(call, packed), strict=True):
+            if one is not None:
+                assert_identical(one, other)
+
+
+# Arguments with one number, or one row, for each element of a mask.
+OF_TOKENS = ("scores", "entropy", "logits", "values", "logprob", "old_logprob", "hidden")
+OF_TOKENS += ("grad_ratio", "grad_logprob", "grad_entropy")
+MASKED = [op for op in sorted(served_by("kernels")) if "mask" in argument_names(op)]
+
+
+@pytest.mark.parametrize("op", [op for op in MASKED if op != "compact"])  # of which the mask is all that there is
+def test_what_is_masked_is_not_read(op: str) -> None:
+    call = getattr(torch.ops.d3s_kernels, op).default
+    for draw in draws():
+        given = {name: part.detach() if isinstance(part, Tensor) else part for name, part in OPS[op].draw(draw).items()}
+        if (mask := given.get("mask")) is None:
+            continue
+        poisoned = dict(given)
+        for name in OF_TOKENS:
+            if isinstance(part := given.get(name), Tensor) and part.shape[: mask.dim()] == mask.shape:
+                poisoned[name] = part.where(mask.reshape(mask.shape + (1,) * (part.dim() - mask.dim())), torch.nan)
+        for one, other in zip(called(call, poisoned), called(call, given), strict=True):
+            if one is not None:
+                assert_identical(one, other)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_function_writes_to_its_arguments_and_no_choice_has_a_gradient(name: str) -> None:
+    for draw in draws(3):
+        given = FUNCTIONS[name].draw(draw)
+        if not FUNCTIONS[name].gradients:
+            given |= {argument: with_gradient(part) for argument, part in given.items() if argument != "temperature"}
+        tensors = [part for part in given.values() if isinstance(part, Tensor)]
+        with unwritten(*tensors):
+            results = called(getattr(d3s, name), given)
+        if not FUNCTIONS[name].gradients:
+            known = {id(part) for part in tensors}  # select_tokens gives the entropies back
+            assert not any(part.requires_grad for part in results if isinstance(part, Tensor) and id(part) not in known)
+
+
+def with_gradient(part: object) -> object:
+    if isinstance(part, Tensor) and part.dim() > 0 and part.is_floating_point():
+        return part.detach().requires_grad_()
+    return part
 
 
 # ---- completeness ----------------------------------------------------------------------------------------------------
@@ -123,16 +174,6 @@ def test_the_suites_for_a_gpu_are_there() -> None:
     own = {op: ROOT / "tests" / f"test_{op}.py" for op in set(OPS) & set(FUNCTIONS)}
     forgotten = [op for op, path in own.items() if path.exists() and f"tests/{path.name}" not in suites["cuda"]]
     assert not forgotten, f"tests/cuda/suites.py: without the tests of {', '.join(forgotten)}"
-
-
-def test_the_suites_have_the_own_tests_of_an_op_by_their_names(tmp_path: Path) -> None:
-    for folder in ("csrc/ops", "tests/cuda"):
-        (tmp_path / folder).mkdir(parents=True)
-    suites = Path(shutil.copy(ROOT / "tests" / "cuda" / "suites.py", tmp_path / "tests" / "cuda"))
-    (tmp_path / "csrc" / "library.cpp").write_text('    "clip_scores(Tensor scores, float low, "\n    "float high)"')
-    for name in ("csrc/ops/clips.cpp", "tests/test_clip_scores.py", "tests/test_clips.py", "tests/test_page.py"):
-        (tmp_path / name).touch()
-    assert runpy.run_path(str(suites))["GROUPS"][-1][-2:] == ("test_clip_scores.py", "test_clips.py")
 
 
 def test_every_public_function_of_the_reference_is_in_the_table() -> None:
@@ -203,6 +244,7 @@ def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> No
 # ---- draws -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_elsewhere("the same draws, whatever computes the ops")
 @pytest.mark.parametrize("op", OWN)
 def test_a_draw_is_the_same_again(op: str) -> None:
     """A draw can be repeated from its seed and from its choices. The simplest choices are legal too."""
@@ -223,6 +265,7 @@ def test_a_draw_is_the_same_again(op: str) -> None:
     assert all(difference.agrees for difference in found)
 
 
+@pytest.mark.slow_elsewhere("the same draws, whatever computes the ops")
 @pytest.mark.parametrize("op", OWN)
 def test_no_draw_is_larger_than_eight_of_the_longest_rows(op: str) -> None:
     """Otherwise a draw with long rows takes seconds and gigabytes, where the time on a GPU is counted."""

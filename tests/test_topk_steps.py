@@ -1,24 +1,21 @@
 """Top-K selection in steps: topk_order_keys, topk_count_digit, topk_choose_digit_ and topk_mask_from_key.
 
-On the pieces of several ranks, here one after the other in one process, they give the result of topk_mask on the whole.
+On long pieces, here one after the other in one process, they give the result of topk_mask on the whole. The table has
+each step by itself; test_across_ranks.py has them on ranks.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, assert_identical, dtypes, random_generator, seeds
-from hypothesis import given
-from hypothesis import strategies as st
-from ranks import pieces_of
+from helpers import DTYPES, assert_identical
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels.distributed.tokens import FEW_SEGMENTS, digits_for
+from d3s_kernels.distributed.tokens import digits_for
 
 OPS = torch.ops.d3s_kernels
 NONE_KEPT = 2**32 - 1
-DIGITS = (digits_for(1), digits_for(FEW_SEGMENTS + 1), tuple((shift, 1) for shift in range(31, -1, -1)))
 
 
 def select(
@@ -42,62 +39,8 @@ def select(
     return list(masks), torch.stack(zeros).sum(0), torch.stack(lowest).amin(0)
 
 
-def scores_of(n: int, kind: str, generator: torch.Generator) -> Tensor:
-    scores = torch.randn(n, generator=generator)
-    if kind == "ties":
-        scores = scores.round()
-    if kind == "awkward":
-        scores = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 1e-42, -3e38])[
-            torch.randint(9, (n,), generator=generator)
-        ]
-    return scores
-
-
-def side_by_side(parts: list[tuple[Tensor, ...]], dtype: torch.dtype) -> Tensor:
-    """Joins the parts by segment: every rank's part of the first segment, then of the second, and so on."""
-    return torch.cat([torch.empty(0, dtype=dtype), *(part for segment in zip(*parts, strict=True) for part in segment)])
-
-
-kinds = st.sampled_from(("normal", "ties", "awkward"))
-
-
-@given(seeds, kinds, dtypes, st.integers(0, 300), st.integers(1, 4), st.sampled_from(DIGITS), st.booleans())
-def test_one_segment(
-    seed: int, kind: str, dtype: torch.dtype, n: int, ranks: int, digits: tuple, drop_zeros: bool
-) -> None:
-    generator = random_generator(seed)
-    scores = scores_of(n, kind, generator).to(dtype)
-    mask = torch.rand(n, generator=generator) < 0.8
-    ratio = 1.0 - float(torch.rand((), generator=generator))
-    expected = d3s.topk_mask(scores, ratio, mask=mask, drop_zeros=drop_zeros)
-    lengths = pieces_of(n, ranks, generator)
-    own = zip(scores.split(lengths), mask.split(lengths), strict=True)
-    pieces = [OPS.topk_order_keys(of_rank, None, mask_of_rank) for of_rank, mask_of_rank in own]
-    masks, zeros, lowest = select(pieces, [None] * ranks, digits, drop_zeros, ratio=ratio)
-    assert_identical(torch.cat(masks), expected)
-    kept = d3s.topk_mask(scores, ratio, mask=mask)
-    assert int(zeros) == int((kept & ~expected).sum())
-    if expected.any():
-        least = scores[expected].float().min().view(1)
-        assert int(lowest) == int(OPS.topk_order_keys(least)) & 0xFFFFFFFF
-    elif not kept.any():
-        assert int(lowest) == NONE_KEPT
-
-
-@given(seeds, kinds, st.integers(0, 300), st.integers(0, 40), st.integers(1, 4), st.sampled_from(DIGITS))
-def test_segments_in_pieces(seed: int, kind: str, n: int, segments: int, ranks: int, digits: tuple) -> None:
-    """Every rank has a part of every segment. The whole segment is these parts side by side."""
-    generator = random_generator(seed)
-    lengths = [pieces_of(n // ranks, segments, generator) if segments else [] for _ in range(ranks)]
-    pieces = [scores_of(sum(own), kind, generator) for own in lengths]
-    parts = [piece.split(own) for piece, own in zip(pieces, lengths, strict=True)]
-    whole = side_by_side(parts, torch.float32)
-    totals = torch.tensor(lengths, dtype=torch.int64).view(ranks, segments).sum(0)
-    expected = d3s.topk_mask(whole, k=3, offsets=torch.cat([torch.zeros(1, dtype=torch.int64), totals.cumsum(0)]))
-    offsets = [torch.tensor([0, *own]).cumsum(0).to(torch.int32 if seed % 2 else torch.int64) for own in lengths]
-    masks, _, _ = select([OPS.topk_order_keys(piece) for piece in pieces], offsets, digits, k=3)
-    found = [mask.split(own) for mask, own in zip(masks, lengths, strict=True)]
-    assert_identical(side_by_side(found, torch.bool), expected)
+def scores_of(n: int, kind: str) -> Tensor:
+    return torch.randn(n).round() if kind == "ties" else torch.randn(n)
 
 
 @pytest.mark.simd
@@ -105,8 +48,7 @@ def test_segments_in_pieces(seed: int, kind: str, n: int, segments: int, ranks: 
 @pytest.mark.parametrize("n", [16_383, 16_384, 16_385, 65_537, 131_071, 131_072, 200_001])
 def test_long_segments(n: int, kind: str) -> None:
     """Lengths on both sides of those at which threads and blocks share a segment; a short one is before and after."""
-    generator = random_generator(int(torch.randint(2**31, ())))
-    scores = scores_of(n + 30, kind, generator)
+    scores = scores_of(n + 30, kind)
     offsets = torch.tensor([0, 10, 10, n + 10, n + 30])
     expected = d3s.topk_mask(scores, 0.3, offsets=offsets)
     masks, _, _ = select([OPS.topk_order_keys(scores)], [offsets], digits_for(1), ratio=0.3)
@@ -123,16 +65,10 @@ def test_rows() -> None:
     assert_identical(masks[0], d3s.topk_mask(scores, 0.2))
 
 
-@given(seeds, dtypes, st.integers(3, 100))
-def test_keys_have_the_order_of_scores(seed: int, dtype: torch.dtype, n: int) -> None:
-    generator = random_generator(seed)
-    entropy, advantage = torch.rand(n, generator=generator).to(dtype), torch.randn(n, generator=generator)
-    score = advantage.abs() * entropy.float()
+def test_keys_have_the_order_of_scores() -> None:
+    entropy, advantage = torch.rand(99).bfloat16(), torch.randn(99)
     keys = OPS.topk_order_keys(entropy, advantage).long() & 0xFFFFFFFF
-    assert torch.equal(keys.argsort(stable=True), score.argsort(stable=True))
-    of_sequences = OPS.topk_order_keys(entropy, advantage[:2], None, torch.tensor([0, n // 2, n]))
-    spread = advantage[:2].repeat_interleave(torch.tensor([n // 2, n - n // 2]))
-    assert_identical(of_sequences, OPS.topk_order_keys(entropy, spread))
+    assert torch.equal(keys.argsort(stable=True), (advantage.abs() * entropy.float()).argsort(stable=True))
 
 
 def test_absent_keys_are_0() -> None:

@@ -84,6 +84,17 @@ def sent_by_rollouts(ranks: Ranks, groups: int) -> list[tuple[str, Sent, Sent]]:
             found.append(counts_of(name, expected, call))
     found.append(counts_of("whole groups", [], partial(d3s.select_rollouts, rewards, 2, scope="group", **across)))
     found.append(counts_of("advantages", [], partial(d3s.group_advantages, rewards, **across)))
+    own = torch.arange(len(rewards) + 1) * 4
+    of_offsets = partial(d3s.max_variance_select, rewards.view(-1), 2, offsets=own, **across)
+    found.append(counts_of("groups by the rank's offsets", [], of_offsets))
+    bounded = across | {"max_rollouts": largest}
+    found.append(counts_of("scaled by nothing", [], partial(d3s.group_advantages, rewards, scale="none", **bounded)))
+    total = 4 * groups * ranks.size * (ranks.size + 1) // 2
+    cut_anywhere = bounded | {"offsets": torch.tensor([0, 3, total]), "placement": "global"}
+    for name, call, width in (("values", d3s.max_variance_select, 4), ("advantages", d3s.group_advantages, 8)):
+        given = (rewards.view(-1), 2) if width == 4 else (rewards.view(-1),)
+        expected = formulas.rollouts(largest, bounded=True, width=width)
+        found.append(counts_of(f"{name} of groups on several ranks", expected, partial(call, *given, **cut_anywhere)))
     kept = torch.zeros(len(rewards), dtype=torch.bool)
     kept[: ranks.size if ranks.rank == 0 else 0] = True  # all on the first rank, which gives one to each of the others
     found.append(counts_of("plan_rows", formulas.plan_rows(), partial(plan_rows, kept, ranks.group)))

@@ -57,13 +57,6 @@ def rewards_of_groups() -> Tensor:
     return torch.randn(GROUPS, GROUP) * torch.arange(GROUPS).unsqueeze(1) + torch.randn(GROUPS, 1)
 
 
-def expected_rollouts(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Tensor]:
-    advantages = reference.group_advantages(rewards, scale=scale)
-    kept = reference.select_rollouts(advantages, KEEP)
-    assert kept.sum() == KEEP * GROUPS
-    return advantages, kept
-
-
 def check_gradient(result: Tensor, logprob: Tensor, with_gradient: Tensor) -> None:
     """The result has the values of `logprob`, and a gradient for the marked tokens only."""
     torch.testing.assert_close(result, logprob, rtol=0, atol=0)
@@ -89,48 +82,21 @@ def padded(rows: int, width: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_keep_tokens(dtype: torch.dtype) -> None:
-    t = padded(5, 20)
-    result = SNIPPETS["keep_tokens"](t["logprob"], t["entropy"], t["advantages"], t["mask"].to(dtype))
-    check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
-
-
-SMALL, MICRO_BATCHES = 2e-4, 8  # KL-Cov's share, of 8 x 1,024 tokens
-
-
-def scores_of_a_batch() -> tuple[Tensor, Tensor, Tensor]:
-    return torch.rand(16, 512), torch.randn(16), torch.ones(16, 512, dtype=torch.long)
-
-
-def test_a_small_share_is_of_the_batch() -> None:
-    batch = scores_of_a_batch()
-    logprob = torch.zeros(16, 512, requires_grad=True)
-    apart = zip(*(values.chunk(MICRO_BATCHES) for values in (logprob, *batch)), strict=True)
-    with choosing(SMALL):
-        summed = sum(SNIPPETS["keep_tokens"](*micro_batch).sum() for micro_batch in apart)
-        masks = SNIPPETS["masks_of_micro_batches"](*batch, MICRO_BATCHES)
-    assert torch.autograd.grad(summed, logprob)[0].sum() == 8
-    assert [tuple(mask.shape) for mask in masks] == [(2, 512)] * MICRO_BATCHES
-    assert sum(int(mask.sum()) for mask in masks) == 2
-    assert torch.equal(torch.cat(masks), reference.select_tokens(batch[0], batch[1], SMALL).mask)
-
-
-def small_share_rank(ranks: Ranks) -> int:
-    """How many tokens a rank keeps of its part of the batch: in one micro-batch, and cut into micro-batches."""
+def small_share_rank(ranks: Ranks) -> None:
+    """The tokens of the whole batch, cut into micro-batches: KL-Cov's share of 8,192 is less than one in each."""
     torch.manual_seed(0)
-    logprob = torch.zeros(8, 512, requires_grad=True)
-    own = [values.chunk(2)[ranks.rank] for values in scores_of_a_batch()]
-    with choosing(SMALL):
-        summed = SNIPPETS["keep_tokens"](logprob, *own, process_group=ranks.group).sum()
-        masks = SNIPPETS["masks_of_micro_batches"](*own, MICRO_BATCHES // 2, process_group=ranks.group)
-    kept = torch.autograd.grad(summed, logprob)[0].bool()
-    assert torch.equal(torch.cat(masks), kept)
-    return int(kept.sum())
+    batch = torch.rand(16, 512), torch.randn(16), torch.ones(16, 512, dtype=torch.long)
+    own = [values.chunk(2)[ranks.rank] for values in batch]
+    with choosing(2e-4):
+        masks = SNIPPETS["masks_of_micro_batches"](*own, 4, process_group=ranks.group)
+    assert [tuple(mask.shape) for mask in masks] == [(2, 512)] * 4
+    expected = reference.select_tokens(batch[0], batch[1], 2e-4).mask
+    assert expected.sum() == 2
+    assert torch.equal(torch.cat(masks), expected.chunk(2)[ranks.rank])
 
 
-def test_a_small_share_is_of_all_ranks() -> None:
-    assert sum(world(2).run(small_share_rank)) == 2
+def test_a_small_share_is_of_the_batch_of_all_ranks() -> None:
+    world(2).run(small_share_rank)
 
 
 def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], **options: Any) -> tuple[Any, ...]:
@@ -141,7 +107,7 @@ def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], 
 @choosing()
 def tokens_rank(ranks: Ranks, seed: int) -> None:
     """Each rank has some rows of one step's micro-batches, padded and packed as in AReaL; one share for all ranks."""
-    for number in range(20):
+    for number in range(4):
         torch.manual_seed(seed + number)  # the same on all ranks
         t = padded(6, 20)
         kept = expected_tokens(t["entropy"], t["advantages"], t["mask"])
@@ -161,7 +127,7 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
         check_gradient(result, packed["logprob"], kept[begin:end][own["mask"]])
 
 
-def test_tokens_of_all_ranks() -> None:
+def test_tokens_are_chosen_from_all_ranks_padded_and_packed() -> None:
     world(2).run(tokens_rank, int(torch.randint(2**31, ())))
 
 
@@ -179,76 +145,40 @@ def areal_data(rewards: Tensor) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-class PPOActor:
-    """``trainer/ppo/actor.py``, with the page's line in front; returns what it would train on."""
-
-    def __init__(self, process_group: Any = None) -> None:
-        self.engine = SimpleNamespace(data_parallel_group=process_group)
-
-    def ppo_update(self, data: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return SNIPPETS["areal_drop_rollouts"](data, KEEP, process_group=self.engine.data_parallel_group)
-
-
-def check_areal(smaller: list[dict[str, Any]], data: list[dict[str, Any]], kept: Tensor) -> None:
-    pairs = [(group, rows) for group, rows in zip(data, kept, strict=True) if rows.any()]
-    assert len(smaller) == len(pairs)
-    for new, (old, rows) in zip(smaller, pairs, strict=True):
-        assert list(new) == list(old)
-        for name in ("rewards", "input_ids", "loss_mask"):
-            assert torch.equal(new[name], old[name][rows])
-        assert all(new[name] is old[name] for name in ("rl_loss_weight", "images", "table"))
-
-
-def test_areal_rollouts() -> None:
-    rewards = rewards_of_groups()
-    rewards[0] = 1.0  # their advantages of 0 are not among the extremes, so this prompt keeps none
-    data = areal_data(rewards)
-    before = [dict(group) for group in data]
-    _, kept = expected_rollouts(rewards)
-    smaller = PPOActor().ppo_update(data)
-    check_areal(smaller, before, kept)
-    assert len(smaller) < GROUPS
-    assert all(untouched[name] is old[name] for old, untouched in zip(before, data, strict=True) for name in old)
-
-
 def areal_rank(ranks: Ranks, seed: int) -> None:
     """Each rank has half of the prompts, and both halves keep the same number of rollouts."""
-    for number in range(20):
-        torch.manual_seed(seed + number)  # the same on all ranks
-        rewards = rewards_of_groups()
-        advantages = reference.group_advantages(rewards).float().view(ranks.size, -1)
-        kept = most_varied(advantages, torch.tensor(KEEP * GROUPS)).view(ranks.size, -1, GROUP)[ranks.rank]
-        assert kept.sum() == KEEP * GROUPS // ranks.size
-        data = areal_data(rewards.chunk(ranks.size)[ranks.rank])
-        check_areal(PPOActor(ranks.group).ppo_update(data), data, kept)
+    torch.manual_seed(seed)  # the same on all ranks
+    rewards = rewards_of_groups()
+    rewards[0] = 1.0  # their advantages of 0 are not among the extremes, so this prompt keeps none
+    advantages = reference.group_advantages(rewards).float().view(ranks.size, -1)
+    kept = most_varied(advantages, torch.tensor(KEEP * GROUPS)).view(ranks.size, -1, GROUP)[ranks.rank]
+    assert kept.sum() == KEEP * GROUPS // ranks.size
+    data = areal_data(rewards.chunk(ranks.size)[ranks.rank])
+    before = [dict(group) for group in data]
+    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP, process_group=ranks.group)
+    pairs = [(group, rows) for group, rows in zip(data, kept, strict=True) if rows.any()]
+    assert len(smaller) == len(pairs) == len(data) - (ranks.rank == 0)
+    for new, (old, rows) in zip(smaller, pairs, strict=True):
+        assert list(new) == list(old)
+        assert all(torch.equal(new[name], old[name][rows]) for name in ("rewards", "input_ids", "loss_mask"))
+        assert all(new[name] is old[name] for name in ("rl_loss_weight", "images", "table"))
+    assert all(untouched[name] is old[name] for old, untouched in zip(before, data, strict=True) for name in old)
 
 
 def test_areal_rollouts_of_all_ranks() -> None:
     world(2).run(areal_rank, int(torch.randint(2**31, ())))
 
 
-@pytest.mark.parametrize("scope", ["batch", "sequence"])
-@pytest.mark.parametrize("tree", [False, True])
-def test_areal_tokens(scope: str, tree: bool) -> None:
-    lengths = torch.tensor([9, 4, 17, 6])
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    n = int(lengths.sum())
-    advantages = torch.randn(4).repeat_interleave(lengths)
-    mask = (torch.arange(n) % 5 != 0).float()  # AReaL's loss_mask is float
-    logprob, entropy = torch.randn(n, requires_grad=True), torch.rand(n, requires_grad=True) * (1 + 9 * (mask == 0))
-    input_data = {"advantages": advantages, "loss_mask": mask, "logprobs": torch.randn(n)}
-    if not tree:
-        input_data["cu_seqlens"] = offsets
-    before = dict(input_data)
-    loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn)
-    with choosing(token_scope=scope):
-        got, got_entropy, got_data, kwargs = loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None)
-    assert got_entropy is entropy
-    assert got_data is input_data
+def test_areals_loss_gets_its_arguments_and_the_chosen_tokens() -> None:
+    """With ``enable_tree_training`` there are no offsets."""
+    n = 36
+    logprob, entropy = torch.randn(n, requires_grad=True), torch.rand(n, requires_grad=True)
+    input_data = {"advantages": torch.randn(n), "loss_mask": (torch.arange(n) % 5 != 0).float()}  # AReaL's are float
+    before, loss_fn = dict(input_data), SNIPPETS["areal_loss"](grpo_loss_fn)
+    got, *others = loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None)
+    assert others == [entropy, input_data, {"eps_clip": 0.2, "vocab_min_logits": None}]
     assert input_data == before  # the same tensors
-    assert kwargs == {"eps_clip": 0.2, "vocab_min_logits": None}
-    kept = expected_tokens(entropy, advantages, mask, offsets=None if tree else offsets, scope=scope)
-    check_gradient(got, logprob, kept)
+    check_gradient(got, logprob, expected_tokens(entropy, input_data["advantages"], input_data["loss_mask"]))
 
 
 # ---- SkyRL -----------------------------------------------------------------------------------------------------------
@@ -267,18 +197,6 @@ class TensorList:
     def __getitem__(self, index: list[int]) -> "TensorList":
         assert isinstance(index, list)
         return TensorList([self.tensors[i] for i in index])
-
-
-class RayPPOTrainer:
-    """``trainer.py``, and the subclass that the page describes."""
-
-    def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
-        return data
-
-
-class Subclass(RayPPOTrainer):
-    def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
-        return SNIPPETS["skyrl_drop_rollouts"](super().compute_advantages_and_returns(data), GROUP)
 
 
 def test_skyrl_rollouts() -> None:
@@ -300,7 +218,7 @@ def test_skyrl_rollouts() -> None:
         "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)], "response_length": width,
     }  # fmt: skip
     before, metadata = dict(data), dict(data.metadata)
-    smaller = Subclass().compute_advantages_and_returns(data)
+    smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP)
     assert all(data[name] is before[name] for name in before)
     assert data.metadata == metadata
 
@@ -336,17 +254,8 @@ def test_skyrl_tokens() -> None:
 # ---- open-instruct ---------------------------------------------------------------------------------------------------
 
 
-def pack_sequences(
-    queries: Any, responses: Any, masks: Any, pack_length: int, pad_token_id: int, vllm_logprobs: Any,
-    min_num_batches: int = 1, mask_tool_use: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """``rl_utils.py``: what it would pack."""
-    return {"queries": queries, "responses": responses, "masks": masks, "vllm_logprobs": vllm_logprobs}
-
-
-@pytest.mark.parametrize("normalise", [lambda r: r - r.mean(1, keepdims=True), lambda r: np.sign(r)])
-def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
-    advantages = normalise(rewards_of_groups().double().numpy()).flatten()
+def test_open_instruct_rollouts() -> None:
+    advantages = rewards_of_groups().double().numpy().flatten()
     n = len(advantages)
     queries, responses, masks, logprobs = ([[i, number] for i in range(n)] for number in range(4))
     batch = SimpleNamespace(queries=queries)
@@ -358,8 +267,7 @@ def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
     assert isinstance(values, np.ndarray)
     assert values.tolist() == advantages[rows].tolist()
     names = ("queries", "responses", "masks", "vllm_logprobs")
-    packed = pack_sequences(pack_length=64, pad_token_id=0, min_num_batches=2, mask_tool_use=True, **columns)
-    assert packed == {name: [[i, number] for i in rows] for number, name in enumerate(names)}
+    assert columns == {name: [[i, number] for i in rows] for number, name in enumerate(names)}
     assert len(batch.queries) == len(result.responses) == len(result.masks) == len(result.logprobs) == n
 
 
@@ -400,10 +308,6 @@ def megatron_steps(ranks: Ranks) -> None:
     torch.testing.assert_close(weight.main_grad, plain.grad[own])
 
 
-def test_megatron_adds_the_gradient_once() -> None:
-    world(2).run(megatron_steps)
-
-
 def sequence_parallel(ranks: Ranks) -> None:
     """The gradient of a rank's hidden states is that of one process, not the sum of the ranks' equal ones."""
     torch.manual_seed(6)
@@ -419,5 +323,6 @@ def sequence_parallel(ranks: Ranks) -> None:
     torch.testing.assert_close(part.grad, plain.grad.chunk(ranks.size)[ranks.rank])
 
 
-def test_megatron_with_sequence_parallelism() -> None:
-    world(2).run(sequence_parallel)
+@pytest.mark.parametrize("task", [megatron_steps, sequence_parallel])
+def test_megatrons_gradients_are_added_once(task: Callable[[Ranks], None]) -> None:
+    world(2).run(task)

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from helpers import INF, NAN, Segmented, assert_identical, compiled_once, segmented
-from hypothesis import given
-from hypothesis import strategies as st
+from cases.draw import draws
+from cases.tokens import segmented
+from helpers import INF, NAN, assert_identical, compiled_once
 from ranks import Ranks, world
 from torch import Tensor
 
@@ -18,9 +18,9 @@ from d3s_kernels import reference
 from d3s_kernels.off_policy.trusted_tokens import RULES, Row, TrustRule, trusted_tokens
 
 # Sums of these are exact in every order, so that means tie with the bounds.
-LOG_PROBABILITIES = st.sampled_from([0.0, -0.25, -0.5, -1.0, -1.5, -4.0, -30.0, -INF, NAN])
+LOG_PROBABILITIES = (0.0, -0.25, -0.5, -1.0, -1.5, -4.0, -30.0, -INF, NAN)
 # Ratios tie with bounds at 1 alone: another ratio and its logarithm are rounded each.
-LOW = st.sampled_from([0.0, 0.3, 1.0])
+LOW = (0.0, 0.3, 1.0)
 HIGH = {
     "m2po": [0.0625, 0.25, 1.0],
     "opsm": [0.0, 0.25, 0.5],
@@ -66,29 +66,28 @@ def of_sequence(rule: str, p: Tensor, q: Tensor, advantages: Tensor, high: float
     return kept.double()
 
 
-def drawn(data: st.DataObject, like: Tensor) -> Tensor:
-    count = like.numel()
-    values = data.draw(st.lists(LOG_PROBABILITIES, min_size=count, max_size=count))
-    return torch.tensor(values, dtype=torch.float32).view(like.shape).to(like.dtype)
-
-
 @pytest.mark.parametrize("rule", RULES)
-@given(data=st.data(), case=segmented(LOG_PROBABILITIES))
-def test_any_arguments(rule: str, data: st.DataObject, case: Segmented) -> None:
+def test_any_arguments(rule: str) -> None:
     """With ties, NaN, empty and fully masked sequences, in rows and packed."""
-    high = data.draw(st.sampled_from(HIGH.get(rule, [1.0, 2.5, INF])))
-    bounds = {"high": high} | ({"low": data.draw(LOW)} if RULES[rule].is_ratio else {})
-    given: dict[str, Any] = {"mask": case.mask, "offsets": case.offsets, "advantages": None}
-    if rule == "opsm":
-        each = torch.randint(-1, 2, case.segments if data.draw(st.booleans()) else case.values.shape).float()
-        given["advantages"] = each.masked_fill(torch.rand(each.shape) < 0.1, NAN)
-    sampled = drawn(data, case.values)
-    found = trusted_tokens(case.values, sampled, rule, **bounds, **given)
-    weight = meaning(case.values, sampled, rule, **bounds, **given)
-    torch.testing.assert_close(found.weight, weight, rtol=1e-6, atol=0)
-    assert_identical(found.mask, weight > 0)
-    assert_identical(found.count, (weight > 0).sum())
-    assert (found.weight > 0).equal(found.mask)
+    for draw in draws():
+        case = segmented(draw, "logprob")
+        like, offsets = case["logprob"], case["offsets"]
+        logprob, sampled = (
+            torch.tensor(LOG_PROBABILITIES)[torch.randint(9, like.shape, generator=draw.generator())].to(like.dtype)
+            for _ in range(2)
+        )
+        bounds = {"high": draw.choice(HIGH.get(rule, (1.0, 2.5, INF)))}
+        bounds |= {"low": draw.choice(LOW)} if RULES[rule].is_ratio else {}
+        given: dict[str, Any] = {"mask": case["mask"], "offsets": offsets, "advantages": None}
+        if rule == "opsm":
+            sequences = like.shape[:-1] if offsets is None else (len(offsets) - 1,)
+            each = torch.randint(-1, 2, draw.choice((sequences, like.shape)), generator=draw.generator()).float()
+            given["advantages"] = each.masked_fill(torch.rand(each.shape, generator=draw.generator()) < 0.1, NAN)
+        found = trusted_tokens(logprob, sampled, rule, **bounds, **given)
+        weight = meaning(logprob, sampled, rule, **bounds, **given)
+        torch.testing.assert_close(found.weight, weight, rtol=1e-6, atol=0)
+        assert_identical(found.mask, weight > 0)
+        assert_identical(found.count, (weight > 0).sum())
 
 
 def near(shape: tuple[int, ...], spread: float = 0.3) -> tuple[Tensor, Tensor]:

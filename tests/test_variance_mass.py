@@ -1,33 +1,29 @@
-"""variance_mass: the fewest groups that have a share of the variance, against the reference's loop."""
+"""variance_mass: the fewest groups that have a share of the variance."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from helpers import INF, NAN, Segmented, assert_identical, repetitive, segmented
-from hypothesis import given
-from hypothesis import strategies as st
+from cases.draw import draws
+from cases.table import FUNCTIONS
+from helpers import INF, NAN
 from ranks import Ranks, world
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
-from d3s_kernels import groups_without_spread, reference, variance_mass
+from d3s_kernels import groups_without_spread, variance_mass
 
 SHARES = (0.25, 0.5, 0.9, 1.0)
-rewards = repetitive | st.sampled_from([NAN, INF, -INF]) | st.floats(-1000, 1000, width=32)
 
 
-@given(segmented(rewards), st.sampled_from(SHARES))
-def test_any_groups(case: Segmented, share: float) -> None:
-    """In rows and packed, with ties, NaN, infinite rewards, and empty groups."""
-    found = variance_mass(case.values, share, offsets=case.offsets)
-    assert_identical(found, reference.variance_mass(case.values, share, offsets=case.offsets))
-    if share == 1:
-        assert found.equal(~groups_without_spread(case.values, offsets=case.offsets))
+def test_the_whole_share_is_that_of_all_groups_with_a_spread() -> None:
+    for draw in draws():
+        given = FUNCTIONS["groups_without_spread"].draw(draw)
+        rewards, offsets = given["rewards"], given["offsets"]
+        found = variance_mass(rewards, 1.0, offsets=offsets)
+        assert found.equal(~groups_without_spread(rewards, offsets=offsets))
 
 
 def test_the_fewest_groups_are_marked() -> None:
@@ -79,44 +75,10 @@ def test_a_bad_share_is_named(share: float) -> None:
         variance_mass(torch.randn(2, 4), "0.5")  # type: ignore[arg-type]
 
 
-# ---- across ranks ----------------------------------------------------------------------------------------------------
-
-
-def of_ranks(ranks: Ranks, batch: Tensor, groups: list[int], rollouts: list[int]) -> list[Tensor]:
-    """For each share: rows, packed groups that are whole on a rank, and groups that are cut anywhere."""
-    across: dict[str, Any] = {"process_group": ranks.group}
-    edges, n = torch.arange(len(batch) + 1) * batch.shape[1], batch.shape[1]
-    rows, own = batch.split(groups)[ranks.rank], edges[: groups[ranks.rank] + 1]
-    piece = batch.flatten().split(rollouts)[ranks.rank]
-    found = []
-    for share in SHARES:
-        alike = [variance_mass(rows, share, **across)]
-        alike.append(variance_mass(rows, share, max_rollouts=len(batch) * n, **across))
-        alike.append(variance_mass(rows.flatten(), share, offsets=own, **across))
-        assert alike[0].equal(alike[1])
-        assert alike[0].equal(alike[2])
-        found.append(alike[0])
-        whole = variance_mass(piece, share, offsets=edges, placement="global", **across)
-        bounded = {"placement": "global", "max_rollouts": 60} | across
-        assert whole.equal(variance_mass(piece, share, offsets=edges, **bounded))
-        found.append(whole)
-    assert variance_mass(piece, 0.5, **across)  # one group over all ranks
-    return found
-
-
-def test_across_ranks() -> None:
-    """Each rank gets its part of the result of one process, or all of it if groups may lie on several ranks."""
-    batch = torch.randint(0, 4, (9, 6)).float()
-    batch[4], batch[5, 2] = 1.0, NAN
-    groups, rollouts = [3, 0, 6], [20, 33, 1]
-    found = world(3).run(of_ranks, batch, groups, rollouts)
-    for place, share in enumerate(SHARES):
-        expected = variance_mass(batch, share)
-        assert torch.cat([each[2 * place] for each in found]).equal(expected)
-        assert all(each[2 * place + 1].equal(expected) for each in found)
-    said = [str(error) for error in world(3).outcomes(too_many)]
-    assert said == ["max_rollouts: got 1 with 2 groups; takes at least as many"] * 3
-
-
 def too_many(ranks: Ranks) -> None:
     d3s.variance_mass(torch.empty(2, 0), 0.5, max_rollouts=1, process_group=ranks.group)
+
+
+def test_a_bound_below_the_number_of_groups_is_refused_by_all_ranks() -> None:
+    said = [str(error) for error in world(3).outcomes(too_many)]
+    assert said == ["max_rollouts: got 1 with 2 groups; takes at least as many"] * 3

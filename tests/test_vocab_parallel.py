@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from cases.draw import Draw
-from cases.meaning import public_arguments
+from cases.row import Arguments
+from cases.table import FUNCTIONS
 from helpers import (
-    DTYPES,
     INF,
+    NAN,
     assert_entropy,
     assert_gradient,
     assert_logprob,
     assert_same,
     assert_same_bits,
-    random_generator,
     random_labels,
     rounds,
     slow,
 )
-from ranks import SIZES, Ranks, pieces_of, world
-from test_head import Head, allowance, assert_exact, random_head
+from ranks import SIZES, Ranks, assert_told_apart, on_ranks, world
+from test_head import Head, allowance, random_head
 from test_sampling_masks import random_spans, touched_by
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,35 +34,13 @@ from traffic import asked
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
+from d3s_kernels.check.compare import compare_here
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy as shared_head
 from d3s_kernels.distributed import vocab_parallel_logprob_entropy as shared_logits
 
 sizes = pytest.mark.parametrize("size", SIZES)
-SEEDS = rounds(40)  # for each call of a task; every test below that takes them makes two calls
-
-
-def some_seeds() -> list[int]:
-    return torch.randint(2**31, (SEEDS,)).tolist()
-
-
-@contextmanager
-def of_seed(seed: int) -> Iterator[torch.Generator]:
-    """All random numbers of a rank come from this seed, so they are the same on all ranks."""
-    torch.manual_seed(seed)
-    try:
-        yield random_generator(seed)
-    except Exception as error:
-        raise AssertionError(f"with seed {seed}: {error}") from error
-
-
-def pick(choices: Any, generator: torch.Generator) -> Any:
-    return choices[int(torch.randint(len(choices), (), generator=generator))]
-
-
-def edges_of(total: int, ranks: Ranks, generator: torch.Generator) -> tuple[int, int]:
-    """The range of this rank's tokens, of `total` in all. It may be empty."""
-    edges = [0, *accumulate(pieces_of(total, ranks.size, generator))]
-    return edges[ranks.rank], edges[ranks.rank + 1]
+CPU = torch.device("cpu")
+SEEDS = rounds(80)  # for each function and number of ranks
 
 
 def with_gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
@@ -77,125 +54,98 @@ def assert_alike(ranks: Ranks, *values: Tensor) -> None:
             assert_same_bits(other, value.detach())
 
 
-ON_RANKS: list[Any] = []
+# ---- any arguments ---------------------------------------------------------------------------------------------------
 
 
-def on_ranks(*sizes: int, **environment: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of a function: all ranks run it, in worlds of these sizes."""
+class Summed(torch.autograd.Function):
+    """A tensor as it is. Its gradient is the sum of the ranks', each of which has that of its shard."""
 
-    def listed(task: Callable[..., None]) -> Callable[..., None]:
-        ON_RANKS.extend(pytest.param(task, size, environment, id=f"{task.__name__}-{size}") for size in sizes)
-        return task
+    @staticmethod
+    def forward(context: Any, whole: Tensor, ranks: Ranks) -> Tensor:
+        context.ranks = ranks
+        return whole.view_as(whole)
 
-    return listed
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return context.ranks.add_(gradient.float().clone()).to(gradient.dtype), None
+
+
+def shard_of(ranks: Ranks, first: int, last: int, copied: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function of one process, computed by all ranks. This one has the tokens from ``first`` to ``last``."""
+
+    def call(labels: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        if "logits" in given:
+            whole = Summed.apply(given.pop("logits"), ranks)[..., first:last]  # strided and misaligned
+            results = shared_logits(whole.clone() if copied else whole, labels, first, ranks.group, **given)
+        else:
+            names = [name for name in ("weight", "bias") if given.get(name) is not None]
+            given |= {name: Summed.apply(given[name], ranks)[first:last] for name in names}
+            own = given.pop("hidden"), given.pop("weight"), labels, first, ranks.group
+            results = shared_head(*own, **given)
+        assert_alike(ranks, *results)
+        return results
+
+    return call
+
+
+def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
+    for seed in seeds:
+        draw = Draw(seed)
+        given = FUNCTIONS[name].draw(draw)
+        if given.get("sampling_mask") is not None and "max_grad_rows" in given:
+            given["max_grad_rows"] = given["labels"].numel()  # a bound is exceeded only where no row has a span
+        vocabulary = given["logits"].shape[-1] if "logits" in given else len(given["weight"])
+        edges = [0, *accumulate(draw.parts(vocabulary, ranks.size))]
+        sharded = shard_of(ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())
+        try:
+            found = compare_here(FUNCTIONS[name], sharded, given, CPU, "cpu")
+        except Exception as error:
+            raise AssertionError(f"{name}, Draw({seed}), shards {edges}: {error}") from error
+        for difference in found:
+            assert difference.agrees, f"{name}, Draw({seed}), shards {edges}: {difference}"
+
+
+@sizes
+@pytest.mark.parametrize("name", ["logprob_entropy", "linear_logprob_entropy"])
+def test_shards_give_what_one_process_gives(name: str, size: int) -> None:
+    world(size).run(as_one_process, name, torch.randint(2**31, (SEEDS,)).tolist())
+
+
+def results_and_gradients(call: Callable[..., Sequence[Tensor]], given: Arguments) -> list[Tensor]:
+    leaves = [part for part in given.values() if isinstance(part, Tensor) and part.requires_grad]
+    results = call(**given)
+    return with_gradients(results, leaves, [torch.ones_like(result) for result in results]) if leaves else [*results]
+
+
+@on_ranks(2)
+def a_group_of_one_rank_is_the_local_op(ranks: Ranks) -> None:
+    mesh = init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("data", "vocabulary"))["vocabulary"]
+    for name, of_shards, renamed in (
+        ("logprob_entropy", shared_logits, {"logits": "logits_shard"}),
+        ("linear_logprob_entropy", shared_head, {"weight": "weight_shard"}),
+    ):
+        for seed in range(rounds(40)):
+            given = FUNCTIONS[name].draw(Draw(seed))
+            own = {renamed.get(argument, argument): part for argument, part in given.items()}
+            found = results_and_gradients(of_shards, own | {"vocab_start": 0, "process_group": mesh})
+            assert_same(found, results_and_gradients(getattr(d3s, name), given))
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    logits: Tensor
-    labels: Tensor
-    cotangents: list[Tensor]
-    options: dict[str, Any]
-
-
-SHAPES = ((), (1,), (7,), (2, 3), (3, 2, 2), (2, 0))
-
-
-def options_of(shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Any]:
-    temperature = pick([1.0, 0.7, 4.0, (), shape, shape[-1:]], generator)
-    if isinstance(temperature, tuple):
-        temperature = 0.5 + torch.rand(temperature, generator=generator)
-    mask = torch.rand(shape, generator=generator) < 0.7 if pick([True, False], generator) else None
-    return {"temperature": temperature, "mask": mask}
-
-
-def random_case(generator: torch.Generator) -> Case:
-    """Rows like a model's: peaked, far from 0, with a masked or padded vocabulary, or without a valid distribution."""
-    shape = pick(SHAPES, generator)
-    vocabulary = pick([1, 2, 5, 40, 41, 300, 1000] * 3 + [9000], generator)
-    logits = torch.randn(*shape, vocabulary, generator=generator) * pick([0.1, 3.0, 30.0], generator)
-    rows = logits.view(-1, vocabulary)
-    for row in rows:
-        kind = pick(["plain"] * 3 + ["peaked", "far", "masked", "padded", "NaN", "+inf", "-inf"], generator)
-        places = torch.rand(vocabulary, generator=generator)
-        if kind == "peaked":
-            row[places.argmax()] += 40
-        elif kind == "far":
-            row += pick([1000, -1000], generator)
-        elif kind == "masked":
-            row[places < 0.6] = -INF
-        elif kind == "padded":  # whole shards without a logit
-            row[int(places[0] * vocabulary) :] = -INF
-        elif kind in ("NaN", "+inf", "-inf"):
-            row[places < pick([0.1, 1.1], generator)] = float(kind)
-    labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
-    options = options_of(shape, generator)
-    seed = int(torch.randint(2**31, (), generator=generator))
-    options |= public_arguments(
-        "logprob_entropy", Draw(seed).spans(labels.numel(), vocabulary, labels, options["mask"])
-    )
-    cotangents = [torch.randn(shape, generator=generator) for _ in range(2)]
-    for g in cotangents:
-        g[torch.rand(shape, generator=generator) < 0.2] = 0
-    dtype = pick([torch.int64, torch.int32], generator)
-    return Case(logits.to(pick(DTYPES, generator)), labels.to(dtype), cotangents, options)
-
-
-def check_logits(ranks: Ranks, seeds: list[int]) -> None:
-    for seed in seeds:
-        with of_seed(seed) as generator:
-            case = random_case(generator)
-            first, last = edges_of(case.logits.shape[-1], ranks, generator)
-            shard = case.logits[..., first:last]  # strided and misaligned
-            if pick([True, False], generator):
-                shard = shard.clone()
-            leaf, rows, found = shard.detach().requires_grad_(), case.labels.numel(), []
-            for _ in range(2):
-                with asked() as told:
-                    results = shared_logits(leaf, case.labels, first, ranks.group, **case.options)
-                    found.append(with_gradients(results, [leaf], case.cotangents))
-                assert told == [("all_gather", (4 * rows,), torch.float32)] * (rows > 0)
-            assert_same(*found)
-            logprob, entropy, slope = found[0]
-            assert_alike(ranks, logprob, entropy)
-
-            expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
-            assert_logprob(logprob, expected[0])
-            assert_entropy(entropy, expected[1])
-            # A row without a valid distribution has a gradient of NaN, if any. The reference cannot show that.
-            undefined = expected[1].isnan()
-            active = ((case.cotangents[0] != 0) & (case.labels != -100)) | (case.cotangents[1] != 0)
-            assert slope[undefined & active].isnan().all()
-            assert (slope[undefined & ~active] == 0).all()
-            exact = case.logits.double().masked_fill(undefined.unsqueeze(-1), 0).requires_grad_()
-            results = reference.logprob_entropy(exact, case.labels, **case.options | {"max_dense_rows": None})
-            (wanted,) = torch.autograd.grad(results, exact, [g.double() for g in case.cotangents])
-            wanted = wanted.masked_fill(undefined.unsqueeze(-1), 0)[..., first:last]
-            floor = 1e-6 * (torch.stack(case.cotangents) / case.options["temperature"]).norm().item()
-            assert_gradient(slope.masked_fill(undefined.unsqueeze(-1), 0), wanted, floor)
-
-
-def one_rank(ranks: Ranks, seeds: list[int]) -> None:
-    mesh = init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("data", "vocabulary"))["vocabulary"]
-    for seed in seeds:
-        with of_seed(seed) as generator:
-            logits, labels, cotangents, options = random_case(generator)
-            logits.requires_grad_()
-            results = shared_logits(logits, labels, 0, mesh, **options), d3s.logprob_entropy(logits, labels, **options)
-            assert_same(*(with_gradients(found, [logits], cotangents) for found in results))
-            head, labels, cotangents, options = random_head_case(generator)
-            head = head.requiring_grad()
-            results = (
-                head(shared_head, labels, vocab_start=0, process_group=mesh, **options),
-                head(d3s.linear_logprob_entropy, labels, **options),
-            )
-            assert_same(*(with_gradients(found, head.leaves, cotangents) for found in results))
-
-
-def test_a_group_of_one_rank_is_the_local_op() -> None:
-    world(2).run(one_rank, some_seeds())
+@on_ranks(*SIZES)
+def a_row_without_a_distribution_is_nan_on_all_ranks(ranks: Ranks) -> None:
+    """Only -inf, a NaN, or +inf: of the last three, one rank alone knows."""
+    torch.manual_seed(2)
+    logits = torch.randn(5, 10)
+    logits[0], logits[4, 1:] = -INF, -INF
+    logits[1, 3], logits[2, 9] = NAN if ranks.rank == 0 else 1.0, INF if ranks.rank == ranks.size - 1 else 1.0
+    logits.requires_grad_()
+    results = shared_logits(logits, torch.arange(5), 10 * ranks.rank, ranks.group)
+    for part in with_gradients(results, [logits], [torch.ones(5)] * 2):
+        rows = part.view(5, -1).isnan()
+        assert rows.all(1).tolist() == rows.any(1).tolist() == [True, True, True, False, False]
 
 
 @on_ranks(*SIZES)
@@ -211,54 +161,6 @@ def a_label_that_no_rank_has_gives_nan(ranks: Ranks) -> None:
 
 
 # ---- the LM head -----------------------------------------------------------------------------------------------------
-
-
-def random_head_case(generator: torch.Generator) -> tuple[Head, Tensor, list[Tensor], dict[str, Any]]:
-    shape = pick(SHAPES, generator)
-    vocabulary = pick([1, 2, 5, 40, 41, 300], generator)
-    form = {"width": pick([1, 8, 20], generator), "vocabulary": vocabulary, "bias": pick([True, False], generator)}
-    head = random_head(*shape, **form, dtype=pick(DTYPES, generator), generator=generator)
-    options = options_of(shape, generator)
-    options["logit_softcap"] = pick([None, None, 30.0], generator)
-    if head.bias is not None and options["logit_softcap"] is None:  # pads the vocabulary, also by whole shards
-        head.bias[1 + int(torch.randint(vocabulary, (), generator=generator)) :] = -INF
-    labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
-    if head.bias is not None:
-        labels = torch.where((labels >= 0) & head.bias[labels.clamp(min=0)].isinf(), 0, labels)
-    cotangents = [torch.randn(shape, generator=generator) for _ in range(2)]
-    kept = torch.rand(shape, generator=generator) < pick([0.1, 0.5, 1.0], generator)
-    for g in cotangents:
-        g.masked_fill_(~kept, 0)
-    seed = int(torch.randint(2**31, (), generator=generator))
-    spans = Draw(seed).spans(labels.numel(), vocabulary, labels, options["mask"], bound=False)
-    if head.bias is None or head.bias.isfinite().all():  # else a set might have no token but padding
-        options |= public_arguments("linear_logprob_entropy", spans)
-    options["max_rows"], options["max_grad_rows"] = pick([(None, None), (labels.numel(), labels.numel())], generator)
-    options["workspace_bytes"] = pick([None, 2000], generator)
-    return head, labels, cotangents, options
-
-
-def check_head(ranks: Ranks, seeds: list[int]) -> None:
-    for seed in seeds:
-        with of_seed(seed) as generator:
-            head, labels, cotangents, options = random_head_case(generator)
-            first, last = edges_of(head.weight.shape[0], ranks, generator)
-            own = head.shard(first, last).requiring_grad()
-            place = {"vocab_start": first, "process_group": ranks.group}
-            results = own(shared_head, labels, **place, **options)
-            gradients = torch.autograd.grad(results, own.leaves, cotangents, retain_graph=True)
-            again = torch.autograd.grad(results, own.leaves, cotangents)
-            repeated = own(shared_head, labels, **place, **options)
-            assert_same((*results, *gradients), (*repeated, *again))
-            assert_alike(ranks, *results, gradients[0])
-            assert_exact(results, gradients, head, labels, cotangents, slice(first, last), **options)
-
-
-@sizes
-@pytest.mark.parametrize("call", range(2))
-@pytest.mark.parametrize("task", [check_logits, check_head])
-def test_any_arguments(task: Callable[..., None], call: int, size: int) -> None:
-    world(size).run(task, some_seeds())
 
 
 @on_ranks(2)
@@ -358,24 +260,6 @@ def ranks_agree_on_the_rows(ranks: Ranks) -> None:
     assert_alike(ranks, gradient)
 
 
-@on_ranks(*SIZES)
-def more_rows_than_the_bounds_are_nan(ranks: Ranks) -> None:
-    torch.manual_seed(6)
-    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    arguments = hidden, weight, torch.arange(10), 20 * ranks.rank, ranks.group
-    mask = torch.arange(10) % 2 == 0
-    for options in ({"mask": mask, "max_rows": 4}, {"max_rows": 9}):
-        for result in shared_head(*arguments, **options):
-            assert result[mask].isnan().all()
-    logprob, entropy = shared_head(*arguments, max_grad_rows=4)
-    assert logprob.isfinite().all()
-    gradients = torch.autograd.grad(((logprob + entropy) * mask).sum(), (hidden, weight))
-    assert gradients[0][mask].isnan().all()
-    assert gradients[1].isnan().all()
-    results = shared_head(*arguments, mask=mask, max_rows=5, max_grad_rows=5)
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(sum(results).sum(), (hidden, weight)))
-
-
 @on_ranks(2)
 def the_gradient_of_a_shard_is_added(ranks: Ranks) -> None:
     """Each rank adds its gradient to its own tensor, here one of them a DTensor."""
@@ -449,7 +333,7 @@ def on_a_mesh(ranks: Ranks, vocabulary: int, data: int) -> None:
     assert_gradient(slope.to_local(), wanted[0].double())
 
 
-@pytest.mark.parametrize("vocabulary", [2, 5, 9, 40, 41])  # with 2 tokens, not all ranks have some
+@pytest.mark.parametrize("vocabulary", [2, 9, 41])  # with 2 tokens, not all ranks have some
 @pytest.mark.parametrize(("size", "data"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 def test_dtensors(size: int, data: int, vocabulary: int) -> None:
     world(size).run(on_a_mesh, vocabulary, data)
@@ -498,7 +382,7 @@ def dtensors_that_are_refused(ranks: Ranks) -> None:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def call_with(ranks: Ranks, each: list[dict[str, Any]], head: bool) -> None:
+def call_with(ranks: Ranks, head: bool, each: list[dict[str, Any]]) -> None:
     """A good call, except for the arguments that ``each`` changes on this rank."""
     torch.manual_seed(8)
     good: dict[str, Any] = {"labels": torch.arange(4), "vocab_start": 10 * ranks.rank, "process_group": ranks.group}
@@ -549,7 +433,7 @@ BAD = [*((False, *case) for case in BAD_LOGITS), *((True, *case) for case in BAD
 @pytest.mark.parametrize(("head", "changed", "said"), BAD, ids=[said.split(";")[0] for *_, said in BAD])
 def test_what_is_refused(head: bool, changed: dict[str, Any], said: str) -> None:
     """All ranks refuse a call that is wrong on all of them, before any rank waits."""
-    for error in world(2).outcomes(call_with, [changed] * 2, head):
+    for error in world(2).outcomes(call_with, head, [changed] * 2):
         assert f"{type(error).__name__}: {error}".startswith(said), error
 
 
@@ -579,10 +463,7 @@ DIFFERENT: list[tuple[bool, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("head", "first", "second", "said"), DIFFERENT, ids=[said[:60] for *_, said in DIFFERENT])
 def test_what_all_refuse_when_asked(head: bool, first: dict, second: dict, said: str) -> None:
-    found = world(2).outcomes(call_with, [first, second], head, D3S_KERNELS_CHECK="1")
-    assert len({(type(error), str(error)) for error in found}) == 1, found
-    assert isinstance(found[0], ValueError)
-    assert str(found[0]).startswith(said)
+    assert_told_apart(call_with, head, good=first, other=second, said=said)
 
 
 @sizes
@@ -597,7 +478,7 @@ def test_tokens_of_nobody_are_refused_when_asked(size: int) -> None:
             (True, labels, takes),
             (False, {"sampling_mask": kept}, f"sampling_mask: got id {token}; takes tokens in [0, {tokens})"),
         ):
-            for error in world(size).outcomes(call_with, [changed] * size, head, D3S_KERNELS_CHECK="1"):
+            for error in world(size).outcomes(call_with, head, [changed] * size, D3S_KERNELS_CHECK="1"):
                 assert error is None if token < tokens else str(error).startswith(said), error
 
 
@@ -669,8 +550,3 @@ def no_second_derivative(ranks: Ranks) -> None:
     (slope,) = torch.autograd.grad(entropy.sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=r"^d3s_kernels: its ops can be differentiated once, not twice$"):
         slope.sum().backward()
-
-
-@pytest.mark.parametrize(("task", "size", "environment"), ON_RANKS)
-def test_on_ranks(task: Callable[..., None], size: int, environment: dict[str, str]) -> None:
-    world(size).run(task, **environment)

@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases.draw import Draw
+import unchecked
+from cases.draw import draws
 from cases.table import OPS
 from helpers import (
     EVERYTHING,
     INF,
     NAN,
-    assert_entropy,
-    assert_gradient,
     assert_identical,
-    assert_logprob,
     assert_narrow_gradient,
     assert_same,
     assert_same_bits,
@@ -45,13 +43,11 @@ from d3s_kernels._triton import logprob_entropy_backward as backward
 from d3s_kernels.check.compare import compare_here
 
 LOWEST = torch.finfo(torch.float32).min
-# Around the ends of edges, blocks, slices and pieces.
-LENGTHS = [
-    slow(length, shows="this edge") if length in (7, 31, 33, 63, 65, 128) else length
-    for length in (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 150)
-]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ONE_OR_ALL = [DTYPES[0], *(slow(dtype, shows=f"the same in {dtype}") for dtype in DTYPES[1:])]
+BOTH = [torch.bfloat16, slow(torch.float32, shows="the same in float32")]
+# Draws, by the largest length of a row or a segment. The kernels above have slices of 64 and programs of 32 or 64.
+SIZES = {16: 20, 40: 10, 150: 4} if EVERYTHING else {16: 6, 40: 3, 150: 1}
 
 
 def test_a_constant_of_a_kernel_equals_itself() -> None:
@@ -99,16 +95,6 @@ def fresh_states(rows: int) -> Tensor:
     return torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(rows, 1)
 
 
-def assert_as_plain(function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """The selection is that of plain PyTorch."""
-    assert_served()
-    found = function(*arguments, **options)
-    with backends.forced("torch"):
-        expected = function(*arguments, **options)
-    for one, other in zip(*((of,) if isinstance(of, Tensor) else of for of in (found, expected)), strict=True):
-        assert_identical(one, other)
-
-
 def assert_served() -> None:
     assert backends._serving["cpu"]["logprob_entropy"] == backends._serving["cpu"]["topk_mask"] == "triton"
 
@@ -121,19 +107,6 @@ def with_gradients(logits: Tensor, labels: Tensor, weights: Tensor, **options: A
     return found[0].detach(), found[1].detach(), slope
 
 
-def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> None:
-    """The results and the gradient are near those of the reference."""
-    assert_served()
-    weights = torch.randn(2, *labels.shape)
-    logprob, entropy, slope = with_gradients(logits, labels, weights, **options)
-    exact = logits.detach().requires_grad_()
-    expected = reference.logprob_entropy(exact, labels, **options)
-    (expected_slope,) = torch.autograd.grad(expected, exact, [weight.to(expected[0]) for weight in weights])
-    assert_logprob(logprob, expected[0].detach())
-    assert_entropy(entropy, expected[1].detach())
-    assert_gradient(slope, expected_slope, floor=1e-6)
-
-
 # ---- every op of the table -------------------------------------------------------------------------------------------
 
 
@@ -141,20 +114,14 @@ def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> None:
 def test_every_op_means_what_the_table_says(op: str) -> None:
     function, row = getattr(torch.ops.d3s_kernels, op).default, OPS[op]
     assert_served()
-    for seed in torch.randint(2**31, (8 if EVERYTHING else 3,)).tolist():
-        arguments = row.draw(Draw(seed, most=16))
-        for difference in compare_here(row, function, arguments, torch.device("cpu"), "triton"):
-            assert difference.agrees, f"Draw({seed}, most=16): {difference}"
+    for most, count in SIZES.items():
+        for draw in draws(count, most=most):
+            arguments = row.draw(draw)
+            for difference in compare_here(row, function, arguments, torch.device("cpu"), "triton"):
+                assert difference.agrees, difference
 
 
 # ---- rows of logits --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_rows_of_any_length(length: int) -> None:
-    for dtype in DTYPES[::2]:
-        assert_exact(random_logits(2, length, dtype=dtype), torch.tensor([0, length - 1]))
-    assert_exact(random_logits(length), torch.tensor(length // 2))  # one row, and no dimension of rows
 
 
 def test_rows_that_are_too_long() -> None:
@@ -257,17 +224,6 @@ def test_a_label_that_is_nearly_sure() -> None:
     torch.testing.assert_close(slope[:, 66].double(), 69 / (69 + sure.double().exp()), rtol=1e-5, atol=3e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
-def test_temperatures_labels_and_masks_of_rows(dtype: torch.dtype) -> None:
-    logits, labels = random_logits(2, 3, 70, dtype=dtype), torch.tensor([[0, 69, -100], [63, 64, 5]])
-    mask = torch.tensor([[True, False, True], [True, True, False]])
-    each = 0.5 + torch.rand(3, 2)
-    assert_exact(logits, labels.int(), temperature=0.3, mask=mask)
-    assert_exact(logits, labels, temperature=torch.tensor(4.0), mask=mask.t().contiguous().t())
-    assert_exact(logits, labels, temperature=each.t())
-    assert_exact(logits, labels, temperature=each.double()[:, :1].t(), mask=mask)
-
-
 def test_what_is_masked_or_without_a_gradient_is_not_read() -> None:
     logits, labels, mask = random_logits(6, 100), torch.tensor([1, -100, 3, 99, 5, -100]), torch.ones(6).bool()
     statistics = kernel("logprob_entropy", logits, labels)[1:]
@@ -285,41 +241,9 @@ def test_what_is_masked_or_without_a_gradient_is_not_read() -> None:
     assert not torch.stack(outputs).isnan().any()
 
 
-def test_gradients_that_are_not_asked_for() -> None:
-    logits, labels, ones = random_logits(3, 70), torch.tensor([2, 69, -100]), torch.ones(3)
-    statistics = kernel("logprob_entropy", logits, labels)[1:]
-
-    def slope(*gradients: Tensor | None) -> Tensor:
-        return kernel("logprob_entropy_backward", *gradients, logits, labels, *statistics)
-
-    assert_same_bits(slope(ones, None), slope(ones, 0 * ones))
-    assert_same_bits(slope(None, ones), slope(0 * ones, ones))
-    assert not slope(None, None).any()
-    given = (None, ones, logits)
-    without_targets = kernel("logprob_entropy_backward", *given, torch.full((3,), -100), *statistics)
-    assert_same_bits(kernel("logprob_entropy_backward", *given, None, *statistics), without_targets)
-
-
-@pytest.mark.parametrize("label", [-1, -99, -101, 50, 51, 2**31, 2**31 - 100, -(2**63), 2**63 - 1])
-def test_a_label_that_is_no_token(label: int) -> None:
-    logits, labels, ones = random_logits(3, 50), torch.tensor([3, label, -100]), torch.ones(3)
-    logprob, *statistics = kernel("logprob_entropy", logits, labels)
-    assert logprob.isnan().tolist() == [False, True, False]
-    assert logprob[2] == 0
-    assert not torch.stack(statistics).isnan().any()
-    for g_logprob, bad in ((ones, True), (0 * ones, False)):
-        slope = kernel("logprob_entropy_backward", g_logprob, ones, logits, labels, *statistics)
-        assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False, bad, False]
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-16, 1e16, INF, NAN])
-def test_a_bad_temperature_on_the_device(temperature: float) -> None:
-    logits, labels, of_rows = random_logits(3, 50), torch.tensor([3, 4, 5]), torch.tensor([1.0, temperature, 1.0])
-    for tensor, bad in ((of_rows, [False, True, False]), (torch.tensor(temperature), [True] * 3)):
-        logprob, *statistics = kernel("logprob_entropy", logits, labels, 1.0, tensor)
-        assert logprob.isnan().tolist() == statistics[0].isnan().tolist() == bad
-        slope = kernel("logprob_entropy_backward", *torch.ones(2, 3), logits, labels, *statistics, 1.0, tensor)
-        assert slope.isnan().all(1).tolist() == bad
+@pytest.mark.parametrize("check", unchecked.OF_TRITON)
+def test_values_that_nobody_checked(check: Callable[..., None]) -> None:
+    check(kernel)
 
 
 def test_nothing_to_do() -> None:
@@ -338,7 +262,7 @@ def test_nothing_to_do() -> None:
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
+@pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("steps", [(64, 64, 22), *(slow(steps, shows="other tiles") for steps in ((128, 22), (150,)))])
 def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
     """Bit-identical where tiles end with slices: states, gradients in place, and labels of any tile."""
@@ -387,7 +311,7 @@ def test_a_label_that_no_tile_has() -> None:
     assert slope.isnan().all(1).tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
     """Each piece has its own state, bit-identical to one state if the piece is one slice; gradients too."""
     logits = random_logits(2, 5, 150, dtype=dtype)[:, 1:]
@@ -416,46 +340,6 @@ def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def scores_of(*shape: int) -> Tensor:
-    """Scores with many ties, zeros of both signs, infinities and NaN."""
-    values = torch.tensor([0.0, -0.0, 1, -1, 0.5, 2.5, -3, INF, -INF, NAN, LOWEST, -LOWEST])
-    few = values[torch.randint(len(values), shape)]
-    return torch.where(torch.rand(shape) < 0.3, torch.randn(shape), few)
-
-
-RATIOS = (0.07, 1.0, 1e-9, torch.tensor(0.3), torch.tensor(0.3, dtype=torch.float64))
-NUMBERS = (1, 5, 2**62, torch.tensor(3), torch.tensor([2**31 - 1], dtype=torch.int32))
-QUOTAS = [*({"ratio": ratio} for ratio in RATIOS), *({"k": k} for k in NUMBERS)]
-BOTH = [(length, drop_zeros) for length in (1, 8, 9, 32, 65) for drop_zeros in (False, True)]
-
-
-# The interpreter takes three seconds for each of the lengths that fill several programs.
-REST = [slow(*of, shows="the rest of the table") for of in ((33, False), (64, True))]
-
-
-@pytest.mark.parametrize(("length", "drop_zeros"), [*BOTH, (33, True), (64, False), *REST])
-def test_the_highest(length: int, drop_zeros: bool) -> None:
-    """The selection is that of plain PyTorch, however the number is given."""
-    scores = scores_of(3, length).to(DTYPES[length % 3])
-    masks = None, torch.rand(3, length) < 0.6, torch.zeros(3, length, dtype=torch.bool), torch.rand(length, 3).t() < 0.6
-    for i, quota in enumerate(QUOTAS):
-        assert_as_plain(d3s.topk_mask, scores, **quota, mask=masks[i % 4], drop_zeros=drop_zeros)
-        assert_as_plain(d3s.topk_mask, scores[1], **quota, drop_zeros=drop_zeros)
-
-
-@pytest.mark.parametrize(
-    "shape", [(3, 2, 5), (2, 17), (2, 33), (5, 0), (0, 5), (2, 0, 3), slow((4, 7), shows="segments that fit")]
-)
-@pytest.mark.parametrize("drop_zeros", [False, True])
-@pytest.mark.parametrize("scope", ["batch", "sequence"])
-def test_the_tokens(scope: str, drop_zeros: bool, shape: tuple[int, ...]) -> None:
-    entropy, mask = scores_of(*shape), torch.rand(shape) < 0.8
-    for each in (torch.tensor(-0.7), torch.randn(shape[:-1]), torch.randn(shape)):
-        for ratio in (0.3, torch.tensor(0.07)):
-            options = {"mask": mask, "scope": scope, "drop_zeros": drop_zeros}
-            assert_as_plain(d3s.select_tokens, entropy, each, ratio, **options)
-
-
 def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
     scores = torch.tensor([[-1.0, -2, -3], [1e-40, 2e-40, 3e-40], [-INF, INF, NAN], [NAN, NAN, NAN], [-0.0, 0, -1]])
     half, all_of_them = ([2, 2, 1, 0, 2], [-2, 2e-40, INF, INF, 0]), ([3, 3, 2, 0, 3], [-3, 1e-40, -INF, INF, -1])
@@ -465,78 +349,27 @@ def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
         assert_identical(thresholds, torch.tensor(lowest))
 
 
+@pytest.mark.parametrize("length", [33, 64, 65])  # of which a program holds 32, and reads at most 64
+def test_scores_that_a_program_takes_in_parts(length: int) -> None:
+    for draw in draws(2):
+        scores, mask, k = draw.values((2, length)), draw.mask((2, length)), draw.integer(1, length)
+        for quota in ({"ratio": 0.3}, {"k": k}, {"ratio": torch.tensor(0.07)}, {"k": torch.tensor(k)}):
+            found = d3s.topk_mask(scores, **quota, mask=mask)
+            assert_identical(found, reference.topk_mask(scores, **quota, mask=mask))
+        for each in (torch.tensor(-0.7), torch.randn(2), torch.randn(2, length)):
+            given = {"mask": mask, "scope": "sequence", "drop_zeros": draw.flag()}
+            ours, theirs = (of.select_tokens(scores, each, 0.3, **given) for of in (d3s, reference))
+            for one, other in zip(ours[:4], theirs[:4], strict=True):
+                assert_identical(one, other)
+
+
 def test_a_ratio_that_was_rounded_up() -> None:
     """0.28 of 25 is 7, in float32 and in float64."""
     for ratio in (0.28, torch.tensor(0.28), torch.tensor(0.28, dtype=torch.float64)):
         assert d3s.topk_mask(torch.randn(25), ratio).sum() == 7
 
 
-def test_a_bad_quota_selects_nothing() -> None:
-    scores, one = torch.rand(3, 9), torch.tensor(1.0)
-    for ratio in (0.0, -1.0, 1.5, INF, NAN):
-        for dtype in (torch.float32, torch.float64):
-            given = scores, one, None, torch.tensor(ratio, dtype=dtype)
-            chosen, counts, thresholds = kernel("select_tokens", *given, pooled=False)
-            assert not chosen.any()
-            assert not counts.any()
-            assert (thresholds == INF).all()
-    for keep in (0, -1, -(2**63)):
-        for pooled in (False, True):
-            assert not kernel("topk_mask", scores, k_tensor=torch.tensor(keep), pooled=pooled).any()
-            assert not kernel("max_variance_select", scores, None, torch.tensor(keep), pooled=pooled).any()
-
-
-@pytest.mark.parametrize("k", [1, 3, 2**62])
-def test_a_number_for_each_segment_pooled(k: int) -> None:
-    scores = scores_of(4, 7)
-    for keep in (k, torch.tensor(k)):
-        for rule in ("largest_abs", "max_variance"):
-            assert_as_plain(d3s.select_rollouts, scores, keep, rule=rule, scope="batch")
-
-
-# 35 tokens are more than a program holds, and 66 more than it reads.
-@pytest.mark.parametrize(
-    "shape", [(2, 3), (2, 0), (0, 3), (5, 7), slow((3, 2, 2), shows="rows of rows"), slow((6, 11), shows="too many")]
-)
-@pytest.mark.parametrize("scope", ["batch", slow("sequence", shows="the same where nothing is pooled")])
-def test_the_tokens_of_logits(scope: str, shape: tuple[int, ...]) -> None:
-    """The selection is that from the entropies, which are computed together with the keys."""
-    logits, mask = random_logits(*shape, 5, dtype=torch.bfloat16), torch.rand(shape) < 0.7
-    if logits.numel():
-        logits.view(-1, 5)[1], logits.view(-1, 5)[-1] = NAN, -INF
-    every = torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)
-    for each, present, temperature in (
-        (torch.tensor(2.0), None, 0.5),
-        (torch.randn(shape[:-1]), mask, 1.0),
-        (every, mask, 0.5 + torch.rand(shape)),
-    ):
-        options: dict[str, Any] = {"mask": present, "scope": scope, "drop_zeros": present is None}
-        found = d3s.select_tokens_from_logits(logits, each, 0.3, temperature=temperature, **options)
-        entropy = d3s.entropy(logits, temperature=temperature, mask=present)
-        expected = d3s.select_tokens(entropy, each, 0.3, **options)
-        assert_same_bits(found.entropy, entropy)
-        for name in ("mask", "count", "threshold"):
-            assert_identical(getattr(found, name), getattr(expected, name))
-
-
 # ---- rollouts --------------------------------------------------------------------------------------------------------
-
-
-def groups(length: int) -> Iterator[Tensor]:
-    yield scores_of(2, length)
-    yield torch.randn(2, length) * 0.01 + 1000  # float32 sums of squares would lose these differences
-    yield (torch.rand(2, length) < 0.5).float()
-    yield torch.full((1, length), 3.0)
-
-
-@pytest.mark.parametrize("length", [1, slow(2, shows="two values"), 8, slow(9, shows="the next size"), 33])
-def test_the_most_varied(length: int) -> None:
-    for i, values in enumerate(groups(length)):
-        values = values.to(DTYPES[2 - i % 2 * 2])
-        mask = torch.rand(values.shape) < 0.8
-        for k in sorted({1, 2, length // 2 + 1, length, length + 1}):
-            for keep, present in ((k, None), (torch.tensor(k, dtype=torch.int32), mask)):
-                assert_as_plain(d3s.max_variance_select, values, keep, mask=present)
 
 
 def test_splits_that_are_equal_up_to_rounding() -> None:

@@ -34,7 +34,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
@@ -218,14 +217,10 @@ def run(part: Part, end: float, log: Log) -> Ended:
         return Ended(part.name, "failed", told=(f"there is no {command[0]}",))
     log.say(part.name, f"$ {' '.join(command)}")
     start, said = time.monotonic(), list[str]()
-    where: dict[str, Any] = {"cwd": ROOT, "env": environment() | part.environment, "start_new_session": True}
-    printed: dict[str, Any] = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "errors": "replace",
-    }
-    process = subprocess.Popen(command, **where, **printed)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment() | part.environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
     RUNNING.add(process.pid)
 
     def pump() -> None:

@@ -2,6 +2,7 @@
 
     python tools/release_check.py                  the version in CMakeLists.txt
     python tools/release_check.py --tag v0.2.0     also checks that this tag is that of the version
+    python tools/release_check.py --notes          only prints the notes of this version, for the page of its release
 
 It prints all problems together, one per line; the exit status is then 1.
 """
@@ -16,15 +17,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pyproject import address_in
-from release_notes import NOTES, notes_of
-from version import version_in
+from links import at_address
+from project import address_in, version_in
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTES = "docs/release-notes.md"
 # Names that no host can have (RFC 2606).
 RESERVED = (".invalid", ".example", ".test", ".localhost", "example.com", "example.net", "example.org")
 UNPUBLISHED = "No release is published yet"
 MEASURED = ("docs/performance.md", "experiments/", "benchmarks/")  # pages of results
+
+
+def notes_of(root: Path, version: str) -> str:
+    """The text from the heading of the version up to the next heading; empty if the version has no heading."""
+    text = (root / NOTES).read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(version)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return found[1].strip() if found else ""
 
 
 def addresses_are_placeholders(root: Path) -> Iterator[str]:
@@ -83,7 +91,7 @@ def named(page: Path) -> list[str]:
 
 
 def problems(root: Path, tag: str | None) -> list[str]:
-    version = version_in(root / "CMakeLists.txt")
+    version = version_in(root)
     return [
         *addresses_are_placeholders(root),
         *pages_deny_it(root),
@@ -97,7 +105,12 @@ def problems(root: Path, tag: str | None) -> list[str]:
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tag", help="the tag of the release")
-    wrong = problems(root, parser.parse_args(arguments).tag)
+    parser.add_argument("--notes", action="store_true", help="print the notes; links lead to the address and the tag")
+    given, version = parser.parse_args(arguments), version_in(root)
+    if given.notes:
+        print(at_address(notes_of(root, version), NOTES, address_in(root), f"v{version}"))
+        return 0
+    wrong = problems(root, given.tag)
     print(*wrong or ["Nothing keeps this version from being released."], sep="\n")
     return 1 if wrong else 0
 

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from links import SITE, is_external, links, with_links
-from pyproject import address_in
+from project import address_in
 
 ROOT = Path(__file__).resolve().parents[1]
 START, CONTENTS = PurePosixPath("README.md"), PurePosixPath("docs/index.md")

@@ -58,9 +58,8 @@ def find_nvcc(cuda: str) -> Path:
     else:
         place, nvcc = "PATH", shutil.which("nvcc")
     if nvcc is None:
-        raise Wrong(
-            f"CUDA={cuda}, but there is no nvcc in {place}: set CUDA_HOME to a {cuda} toolkit, or say CUDA=none"
-        )
+        say = f"set CUDA_HOME to a {cuda} toolkit, or say CUDA=none"
+        raise Wrong(f"CUDA={cuda}, but there is no nvcc in {place}: {say}")
     return Path(nvcc).absolute()
 
 
@@ -70,21 +69,16 @@ def check_toolkit(cuda: str) -> tuple[Path, str]:
         raise Wrong(f"CUDA={cuda}: takes the version of a toolkit, as in CUDA=13.0, or CUDA=none")
     if tuple(map(int, cuda.split("."))) < OLDEST_CUDA:
         oldest = ".".join(map(str, OLDEST_CUDA))
-        raise Wrong(
-            f"CUDA={cuda}: takes {oldest} or newer; older ones do not compile for all architectures of the wheel"
-        )
+        raise Wrong(f"CUDA={cuda}: takes {oldest} or newer; older ones do not compile for all GPUs of the wheel")
     nvcc = find_nvcc(cuda)
     said = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True)
     release = re.search(r"\brelease (\d+\.\d+)", said.stdout)
     if said.returncode or not release:
-        raise Wrong(
-            f"CUDA={cuda}, but {nvcc} --version does not say a release: {(said.stdout + said.stderr).strip()!r}"
-        )
+        text = (said.stdout + said.stderr).strip()
+        raise Wrong(f"CUDA={cuda}, but {nvcc} --version does not say a release: {text!r}")
     if release[1] != cuda:
-        raise Wrong(
-            f"CUDA={cuda}, but {nvcc} is of CUDA {release[1]}: "
-            f"set CUDA_HOME to a {cuda} toolkit, or say CUDA={release[1]}"
-        )
+        say = f"set CUDA_HOME to a {cuda} toolkit, or say CUDA={release[1]}"
+        raise Wrong(f"CUDA={cuda}, but {nvcc} is of CUDA {release[1]}: {say}")
     return nvcc, said.stdout
 
 

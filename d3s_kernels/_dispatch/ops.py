@@ -1,4 +1,6 @@
-"""The ops as attributes of this module, for the other packages. An op raises ValueError if it refuses an argument."""
+"""The ops as functions, for the other packages. A function takes the arguments of its op's schema, by position, and
+raises ValueError if the op refuses an argument.
+"""
 
 from __future__ import annotations
 
@@ -83,15 +85,10 @@ def _public(op: _Op) -> _Op:
     return op if _as_raised and not faults.watches() else _with_usual_errors(op)
 
 
-def __getattr__(name: str) -> _Op:
-    """Returns the op, and makes it a global of this module, so that later accesses do not call this function."""
-    if name.startswith("__") or not hasattr(_op, name):
-        raise AttributeError(f"d3s_kernels has no op {name!r}")
+def function_of(name: str) -> _Op:
+    """Returns the function that calls the op ``name``."""
     op = _public(getattr(_op, name).default)
-    if name in EAGER:
-        op = _past_torchs_autograd(op, _public(EAGER[name]))
-    globals()[name] = op
-    return op
+    return _past_torchs_autograd(op, _public(EAGER[name])) if name in EAGER else op
 
 
 def check(op: str, *arguments: Any) -> None:
@@ -100,3 +97,27 @@ def check(op: str, *arguments: Any) -> None:
     """
     if not torch.compiler.is_compiling():
         _public(getattr(torch.ops.d3s_checks, op).default)(*arguments)
+
+
+# ---- the ops that other packages call --------------------------------------------------------------------------------
+
+# The schemas in csrc/library.cpp say what an op takes and returns. The LM head calls the ops of its inner loops without
+# these functions. The functions of the ops that over_supports.py and _lm_head/op.py declare are in those files.
+
+logprob_entropy = function_of("logprob_entropy")
+
+topk_mask = function_of("topk_mask")
+select_tokens = function_of("select_tokens")
+select_tokens_from_logits = function_of("select_tokens_from_logits")
+compact = function_of("compact")
+topk_order_keys = function_of("topk_order_keys")
+topk_count_digit = function_of("topk_count_digit")
+topk_choose_digit_ = function_of("topk_choose_digit_")
+topk_mask_from_key = function_of("topk_mask_from_key")
+
+group_advantages = function_of("group_advantages")
+max_variance_select = function_of("max_variance_select")
+
+importance_ratio = function_of("importance_ratio")
+entropy_groups = function_of("entropy_groups")
+adaptive_clip = function_of("adaptive_clip")

@@ -49,7 +49,7 @@ def row_statistics(
     if sampling_mask.ids is None:
         results: tuple[Tensor, ...] = ops.logprob_entropy(logits, labels, *temperature, mask)
     else:
-        results = ops.support_logprob_entropy(logits, labels, *sampling_mask, *temperature, mask)[:4]
+        results = support_logprob_entropy(logits, labels, *sampling_mask, *temperature, mask)[:4]
     return results
 
 
@@ -252,3 +252,5 @@ declare(
 register_gradient("support_logprob_entropy", Gradient("support_logprob_entropy", "support_logprob_entropy_backward"))
 register_no_second_derivative("support_logprob_entropy_backward")
 refuse_unreadable("support_logprob_entropy")
+
+support_logprob_entropy = ops.function_of("support_logprob_entropy")

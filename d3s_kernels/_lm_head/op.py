@@ -127,6 +127,9 @@ register_no_second_derivative("linear_logprob_entropy_backward")
 refuse_unreadable("linear_logprob_entropy")
 
 
+_linear_logprob_entropy = ops.function_of("linear_logprob_entropy")
+
+
 class AtBackward(NamedTuple):
     """Functions that return arguments of the backward. Each backward calls each function at most once."""
 
@@ -147,7 +150,7 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
     functions in ``at_backward``.
     """
     if at_backward is None:
-        logprob, entropy, _, _ = ops.linear_logprob_entropy(*arguments_of(problem))
+        logprob, entropy, _, _ = _linear_logprob_entropy(*arguments_of(problem))
     else:
         logprob, entropy, _, _ = _AsksAtBackward.apply(at_backward, *arguments_of(problem))  # type: ignore[no-untyped-call]
     return logprob, entropy
@@ -156,7 +159,7 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
 class _AsksAtBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, at_backward: AtBackward, *arguments: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = ops.linear_logprob_entropy(*arguments)
+        results: tuple[Tensor, ...] = _linear_logprob_entropy(*arguments)
         _gradient.save(ctx, arguments, results)
         ctx.at_backward = at_backward
         return results
@@ -243,3 +246,6 @@ for _name, _backward in (
     ("vocab_parallel_support_logprob_entropy", "support_logprob_entropy_backward"),
 ):
     register_gradient(_name, Gradient(_name, _backward, keep=("logprob", "group_name"), change=_with_known_labels))
+
+vocab_parallel_logprob_entropy = ops.function_of("vocab_parallel_logprob_entropy")
+vocab_parallel_support_logprob_entropy = ops.function_of("vocab_parallel_support_logprob_entropy")

@@ -138,7 +138,7 @@ def _run(device: torch.device, backend: str, say: Say | None) -> tuple[str | Non
                 if say:
                     cell = _cell(worst)
                     shown = worst.output if cell == "not run" else cell if worst.agrees else f"{cell} {worst.output}"
-                    say(f"  {op:33}{shown}")
+                    say(f"  {op:35}{shown}")
     except Exception as fault:  # any error of a driver or a compiler belongs in the report
         error = f"{type(fault).__name__}: {fault}"
     if ops and all(map(_raised, ops.values())):  # for example, if there is no compiler

@@ -122,10 +122,10 @@ def vocab_parallel_logprob_entropy(
         shard = logits, labels, first_token, ranks.group.group_name
         ops.check("softmax_state_", state, *shard[:3], *numbers, kept)
         if support.ids is None:
-            return ops.vocab_parallel_logprob_entropy, (*shard, *numbers, kept)
+            return op.vocab_parallel_logprob_entropy, (*shard, *numbers, kept)
         ops.check("support_rows", logits, *support[:2], support.max_dense_rows, kept)
         ops.check("support_softmax_state_", state, *shard[:2], *support.supports, first_token, *numbers, kept)
-        return ops.vocab_parallel_support_logprob_entropy, (*shard, *support, *numbers, kept)
+        return op.vocab_parallel_support_logprob_entropy, (*shard, *support, *numbers, kept)
 
     def alike(checked: tuple[Any, tuple[Any, ...]]) -> dict[str, Any]:
         return {

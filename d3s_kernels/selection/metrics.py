@@ -40,10 +40,10 @@ logged if this option is on.
 """
 
 ASYNC_NAMES = {
-    "d3s/reward": "mean reward of all rollouts that were chosen from, kept or dropped",
-    "d3s/partial_groups_total": "number of groups that were chosen from before all their rollouts had come",
+    "d3s/reward": "mean reward of all rollouts of the window, kept or dropped",
+    "d3s/partial_groups_total": "number of groups whose rollouts were chosen before all of them had come",
     "d3s/late_samples_total": "number of samples that came after their rollout was kept or dropped",
-    "d3s/dropped_not_finite_total": "number of rollouts that were dropped since their advantage was not finite",
+    "d3s/dropped_not_finite_total": "number of rollouts that were dropped because their advantage was not finite",
 }
 """Every metric of the window that asynchronous training chooses rollouts from, and its meaning."""
 REWARD, PARTIAL_GROUPS, LATE_SAMPLES, NOT_FINITE = ASYNC_NAMES
@@ -57,11 +57,11 @@ PADDING_NAMES = {
 """Every metric of the update's micro-batches, and its meaning. Logged by trainers whose micro-batches we cut."""
 
 SAMPLING_NAMES = {
-    "d3s/set_size_mean": "mean number of ids in the set that a token was drawn from",
-    "d3s/set_size_p99": "99th percentile of the number of ids in a token's set",
-    "d3s/set_singletons": "share of the tokens whose set has only one id",
-    "d3s/set_mass": "mean probability of a token's set before other ids were left out; NaN if not recorded",
-    "d3s/set_head_flops_saved": "share of the LM head's FLOPs that the sets save: 1 - computed columns / all columns",
+    "d3s/set_size_mean": "mean number of ids in a token's support",
+    "d3s/set_size_p99": "99th percentile of the number of ids in a token's support",
+    "d3s/set_singletons": "share of the tokens whose support has only one id",
+    "d3s/set_mass": "mean probability of a token's support before other ids were left out; NaN if not recorded",
+    "d3s/set_head_flops_saved": "share of the LM head's FLOPs that supports save: 1 - computed columns / all columns",
 }
 """Every metric of the sets of a sampling mask, and its meaning."""
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tools")]
 
-from version import dynamic_metadata  # noqa: E402  of tools, which is on the path now
+from project import dynamic_metadata  # noqa: E402  of tools, which is on the path now
 
 project = "d3s_kernels"
 release = dynamic_metadata("version", {})

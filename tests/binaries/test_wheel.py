@@ -38,7 +38,6 @@ pytest.importorskip("packaging")
 
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
-from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
@@ -175,7 +174,6 @@ class Binary:
         self.needed: set[str] = set()
         self.search_paths: set[str] = set()
         self.undefined: set[str] = set()
-        self.versions: set[str] = set()  # as in GLIBC_2.34
         self.sizes: dict[str, int] = {}  # of the sections, in bytes
         with path.open("rb") as file:
             elf = ELFFile(file)
@@ -189,9 +187,6 @@ class Binary:
                 elif isinstance(section, SymbolTableSection) and section.name == ".dynsym":
                     names = (symbol.name for symbol in section.iter_symbols() if symbol.entry.st_shndx == "SHN_UNDEF")
                     self.undefined = set(filter(None, names))
-                elif isinstance(section, GNUVerNeedSection):
-                    for _, of_library in section.iter_versions():
-                        self.versions |= {version.name for version in of_library}
 
 
 @pytest.fixture(scope="session")
@@ -275,36 +270,19 @@ print(json.dumps([d3s_kernels.__file__, d3s_kernels.__version__, importlib.metad
         assert found == MACHINE_CODE or (PACKED and found <= MACHINE_CODE)
 
 
-def test_no_symbol_of_torch_is_newer_than_the_target(binaries: dict[str, Binary]) -> None:
+def test_what_its_libraries_need(binaries: dict[str, Binary], local_version: str) -> None:
+    """`import torch` does not make libtorch_cuda.so available; libtorch.so brings it on every torch with CUDA."""
     wanted = {name for binary in binaries.values() for name in binary.undefined if re.search("torch|aoti|c10", name)}
-    assert wanted
-    assert wanted <= set(allowed_shims())  # test_build.py compares the table with the target
+    assert set() < wanted <= set(allowed_shims())  # test_build.py compares the table with the target
     assert "libtorch_cpu.so" in binaries["_cpu"].needed
-
-
-def test_every_library_is_for_the_processor_of_the_tag(binaries: dict[str, Binary]) -> None:
-    of = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
-    assert {binary.machine for binary in binaries.values()} == {of[MACHINE]}
-
-
-def test_nothing_else_is_needed(binaries: dict[str, Binary]) -> None:
+    assert {binary.machine for binary in binaries.values()} == {f"EM_{MACHINE.upper()}"}
     for binary in binaries.values():
         needed = {name for name in binary.needed if not name.startswith("ld-linux")}
-        assert needed <= OF_THE_SYSTEM | OF_TORCH, binary.name
+        assert needed <= OF_THE_SYSTEM | OF_TORCH, binary.name  # so cudart is inside
         assert not binary.search_paths, binary.name
-
-
-@pytest.mark.usefixtures("needs_cuda")
-def test_cudart_is_inside(binaries: dict[str, Binary]) -> None:
-    cuda = binaries["_cuda"]
-    assert not [name for name in cuda.needed if "cudart" in name]
-    assert not [name for name in cuda.undefined if re.match(r"(__)?cuda[A-Z]", name)]
-
-
-@pytest.mark.usefixtures("needs_cuda")
-def test_the_cuda_library_asks_for_torch_as_a_whole(binaries: dict[str, Binary]) -> None:
-    """`import torch` does not make libtorch_cuda.so available; libtorch.so brings it on every torch with CUDA."""
-    assert "libtorch.so" in binaries["_cuda"].needed
+    if local_version != "cpu":
+        assert not [name for name in binaries["_cuda"].undefined if re.match(r"(__)?cuda[A-Z]", name)]
+        assert "libtorch.so" in binaries["_cuda"].needed
 
 
 @pytest.fixture
@@ -358,20 +336,6 @@ def test_the_tag_is_what_auditwheel_computes(wheel: Path) -> None:
     assert not said["unsupported_isa"]
 
 
-def test_no_system_symbol_is_newer_than_the_tag(wheel: Path, binaries: dict[str, Binary]) -> None:
-    named = re.search(r"(manylinux_(\d+)_(\d+))_(\w+)", wheel.stem)
-    assert named
-    glibc = int(named[2]), int(named[3])
-    policies = json.loads((importlib.resources.files("auditwheel.policy") / "manylinux-policy.json").read_text())
-    (promised,) = (policy["symbol_versions"][named[4]] for policy in policies if policy["name"] == named[1])
-    for binary in binaries.values():
-        assert binary.versions
-        for version in binary.versions:
-            library, _, number = version.rpartition("_")
-            assert library != "GLIBC" or tuple(map(int, number.split("."))) <= glibc, f"{binary.name}: {version}"
-            assert number in promised[library], f"{binary.name}: {version}"
-
-
 @pytest.fixture
 def fake_toolkit(tmp_path: Path) -> Path:
     """A toolkit that claims to be CUDA 13.0 and compiles nothing."""
@@ -392,28 +356,20 @@ def refused(cuda: str, **environment: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("asked", ["12.8", "12.9", "13.1"])
 @pytest.mark.parametrize("named", ["CUDA_HOME", "CUDACXX", "PATH"])
-def test_another_toolkit_is_refused(fake_toolkit: Path, asked: str, named: str) -> None:
+def test_another_toolkit_is_refused(fake_toolkit: Path, named: str) -> None:
     folder = fake_toolkit / "bin"
     value = {"CUDA_HOME": fake_toolkit, "CUDACXX": folder / "nvcc", "PATH": f"{folder}:/usr/bin:/bin"}[named]
-    said = refused(asked, **{named: str(value)})
-    assert f"CUDA={asked}, but {folder / 'nvcc'} is of CUDA 13.0" in said
-    assert f"set CUDA_HOME to a {asked} toolkit, or say CUDA=13.0" in said
+    said = refused("13.1", **{named: str(value)})
+    assert f"CUDA=13.1, but {folder / 'nvcc'} is of CUDA 13.0" in said
+    assert "set CUDA_HOME to a 13.1 toolkit, or say CUDA=13.0" in said
 
 
-def test_a_missing_nvcc_is_named(tmp_path: Path) -> None:
+def test_what_is_no_toolkit_is_named(fake_toolkit: Path, tmp_path: Path) -> None:
     said = "CUDA=13.0, but there is no nvcc in PATH: set CUDA_HOME to a 13.0 toolkit, or say CUDA=none"
     assert said in refused("13.0")
     assert f"no nvcc in {tmp_path}/bin (CUDA_HOME)" in refused("13.0", CUDA_HOME=str(tmp_path))
-    assert f"no nvcc in {tmp_path}/nvcc (CUDACXX)" in refused("13.0", CUDACXX=f"{tmp_path}/nvcc")
-
-
-def test_an_nvcc_that_does_not_run_is_named(fake_toolkit: Path) -> None:
+    for cuda in ("", "13", "cu130", "12.6"):
+        assert f"CUDA={cuda}: takes" in refused(cuda, CUDA_HOME=str(fake_toolkit))
     (fake_toolkit / "bin" / "nvcc").write_text("#!/bin/sh\necho 'no licence' >&2\nexit 1\n")
     assert "does not say a release: 'no licence'" in refused("13.0", CUDA_HOME=str(fake_toolkit))
-
-
-@pytest.mark.parametrize("cuda", ["", "13", "cu130", "13.0.88", "cpu", "12.6"])
-def test_no_version_of_a_toolkit_is_refused(fake_toolkit: Path, cuda: str) -> None:
-    assert f"CUDA={cuda}: takes" in refused(cuda, CUDA_HOME=str(fake_toolkit))

@@ -6,8 +6,9 @@ All tensors are drawn on the CPU, so that every device gets the same values.
 from __future__ import annotations
 
 import math
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -22,6 +23,15 @@ MOST_ROWS = 4096  # the maximum number of rows of logits with spans: Python need
 # REPEATED has few values, so that most segments have ties. SPECIAL has the values that are not finite.
 REPEATED = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0)
 SPECIAL = (math.inf, -math.inf, math.nan)
+# What a test draws in a loop: a quarter in `make test`, and less where kernels are emulated.
+EXAMPLES = int(os.environ.get("D3S_TEST_EXAMPLES", "40" if os.environ.get("D3S_TEST_ALL") == "1" else "10"))
+
+
+def draws(count: int = EXAMPLES, *, most: int = 40) -> Iterator[Draw]:
+    """Fresh draws. pytest shows what a failing test printed: the last line has the draw with which it failed."""
+    for seed in torch.randint(2**31, (count,)).tolist():
+        print(f"Draw({seed}, most={most})")
+        yield Draw(seed, most=most)
 
 
 class Draw:
@@ -106,6 +116,11 @@ class Draw:
             return (int(offsets[-1]),), offsets
         columns = self.length()
         return (*self.rows(columns), columns), None
+
+    def parts(self, total: int, size: int) -> list[int]:
+        """How many of ``total`` items each of ``size`` ranks has. Some have none, and sometimes one has all."""
+        edges = sorted(self.integer(0, total) for _ in range(size - 1))
+        return [b - a for a, b in zip([0, *edges], [*edges, total], strict=True)]
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ consist of the steps with ``reference.py``:
 
     states, finish, backward      test_softmax_state.py, test_logprob_entropy.py, test_head.py
     ops for only kept tokens      test_sampling_masks.py, test_sampling_masks_head.py
-    steps of a top-K search       test_topk_steps.py, test_tokens_across_ranks.py
+    steps of a top-K search       test_topk_steps.py, test_across_ranks.py
     importance_ratio_backward     the gradient of importance_ratio
 """
 

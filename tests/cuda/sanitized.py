@@ -31,7 +31,7 @@ FIRST = [
 
 
 def what_the_table_cannot_draw(part: int) -> None:
-    """The seventh test of the first minute; and segments beyond a block's shared memory, in pieces."""
+    """The narrow gradient of the first minute; and segments beyond a block's shared memory, in pieces."""
     from test_first_minute import OP, narrow_and_wide
 
     if part == 0:

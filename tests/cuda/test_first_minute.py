@@ -1,5 +1,5 @@
-"""The ten tests to run first on a GPU. Each says what a failure would mean. They take the back-end that serves the GPU;
-tests/cuda/sanitized.py runs the seventh under racecheck.
+"""The tests to run first on a GPU. Each says what a failure would mean. They take the back-end that serves the GPU;
+tests/cuda/sanitized.py runs the narrow gradient under racecheck.
 
 D3S_TEST_DEVICE=cpu pytest tests/cuda/test_first_minute.py compares the CPU's kernels with themselves, and shows that
 the tests run.
@@ -62,7 +62,7 @@ print("the same")
 """
 
 
-def test_01_the_first_op_of_a_process_is_captured() -> None:
+def test_the_first_op_of_a_process_is_captured() -> None:
     """A failure: kernels that are loaded late, `cudaFuncSetAttribute`, `cudaHostAlloc` or CUB break a capture."""
     environment = {name: value for name, value in os.environ.items() if name != "D3S_KERNELS_BACKEND"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
@@ -73,7 +73,7 @@ def test_01_the_first_op_of_a_process_is_captured() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("max_rows", [None, 40, 64, 100])
-def test_02_the_head_waits_for_nothing(max_rows: int | None, masked: bool) -> None:
+def test_the_head_waits_for_nothing(max_rows: int | None, masked: bool) -> None:
     """A failure: with a sampling mask, a bound on rows takes the host to the device or back, and breaks a graph."""
     generator = torch.Generator().manual_seed(2)
     spans = [torch.randperm(1000, generator=generator)[: 2 + row % 40] for row in range(64)]
@@ -114,7 +114,7 @@ def scores_of_a_kind(kind: str, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["random", "all equal", "denormal", "NaN", "both zeros"])
 @pytest.mark.parametrize("length", [2048, 8192, 8193, 55_984, 55_985])
-def test_03_top_k_has_the_bits_of_the_cpu_every_time(length: int, kind: str) -> None:
+def test_top_k_has_the_bits_of_the_cpu_every_time(length: int, kind: str) -> None:
     """A failure at one length: the limit of shared memory is elsewhere. Bits that change: a race. A kind: its keys."""
     advantages = torch.tensor([0.5, -2.0, 1.0])
     for shift in (0, 1):  # a slice from 1 is misaligned
@@ -137,7 +137,7 @@ def test_03_top_k_has_the_bits_of_the_cpu_every_time(length: int, kind: str) -> 
 
 @pytest.mark.parametrize("kind", ["close", "16 values", "all equal"])
 @pytest.mark.parametrize("segments", [1, 512])
-def test_04_ties_across_pieces(segments: int, kind: str) -> None:
+def test_ties_across_pieces(segments: int, kind: str) -> None:
     """A failure: the order of ties between pieces, or the last block of a segment sees counts too early."""
     n, generator = size(4 << 20, 1 << 16), torch.Generator().manual_seed(4)
     drawn = torch.rand(n, generator=generator)
@@ -156,7 +156,7 @@ def test_04_ties_across_pieces(segments: int, kind: str) -> None:
         assert torch.equal(found, expected), f"{int((found != expected).sum())} places differ"
 
 
-def test_05_a_row_has_the_same_bits_in_any_batch() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     """A failure: the order of a row's sum depends on the number of rows, or on where the row starts in memory."""
     rows, vocabulary = size(3000, 60), size(151_936, 9000)
     logits, labels = logits_like_a_models(rows, vocabulary), torch.arange(rows, device=GPU) * 37 % vocabulary
@@ -169,7 +169,7 @@ def test_05_a_row_has_the_same_bits_in_any_batch() -> None:
     assert_same(d3s.logprob_entropy(shifted, labels), everything)
 
 
-def test_06_the_entropy_of_one_logit_above_equal_others(record_property: Callable) -> None:
+def test_the_entropy_of_one_logit_above_equal_others(record_property: Callable) -> None:
     """Some 2e-6 nats are expected. Above 1e-5: `ex2.approx` is biased; the emulation's exponential is exact."""
     vocabulary, worst = size(50_257, 1001), 0.0
     for distance in torch.linspace(0.01, 40, size(4000, 400), device=GPU).split(500):
@@ -198,7 +198,7 @@ def narrow_and_wide(rows: int, columns: int = 20_803, padded: int = 20_864) -> t
 
 
 @pytest.mark.parametrize("rows", [5, size(2000, 10)])
-def test_07_a_narrow_gradient_over_its_own_logits(rows: int) -> None:
+def test_a_narrow_gradient_over_its_own_logits(rows: int) -> None:
     """A failure: a gradient in half precision overtakes the read of the logits that it lies over."""
     for _ in range(size(10, 1)):
         narrow, wide = narrow_and_wide(rows)
@@ -219,9 +219,9 @@ def timed(what: str, call: Callable[[], object]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("run", [1, 512, 513, size(5000, 600)])
-def test_08_sums_of_runs_of_any_length(run: int, record_property: Callable) -> None:
-    """A failure at 513 and above: what blocks that share a run add up. The times say whether B.3 and B.4 were mended:
-    stores of 128 bits, and runs of one without padding.
+def test_sums_of_runs_of_any_length(run: int, record_property: Callable) -> None:
+    """A failure at 513 and above: what blocks that share a run add up. The times show stores of less than 128 bits, and
+    padding of runs of one.
     """
     width, places = size(896, 64), max(run, size(64_000, 600) // run * run)
     generator = torch.Generator().manual_seed(8)
@@ -258,19 +258,8 @@ def test_08_sums_of_runs_of_any_length(run: int, record_property: Callable) -> N
     )
 
 
-def test_09_compact_at_every_alignment() -> None:
-    """A failure: wide loads at the edges of a piece, or the sums of the pieces before it."""
-    n = size((4 << 20) + 5, (1 << 16) + 5)
-    room = torch.rand(n + 15, generator=torch.Generator().manual_seed(9)) < 0.1
-    for shift in range(16):
-        mask = room[shift : shift + n]
-        expected = d3s.compact(mask, n // 8)
-        for ours, theirs in zip(d3s.compact(room.to(GPU)[shift : shift + n], n // 8), expected, strict=True):
-            assert torch.equal(ours.cpu(), theirs), f"from {shift}"
-
-
 @pytest.mark.on_gpu_only
-def test_09_a_bad_ratio_is_told_once() -> None:
+def test_a_bad_ratio_is_told_once() -> None:
     """A failure: what kernels note in host memory does not arrive there, or is told again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -286,7 +275,7 @@ def test_09_a_bad_ratio_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("length", [20_000, 131_072])
-def test_10_top_k_in_triton(length: int) -> None:
+def test_top_k_in_triton(length: int) -> None:
     """A failure: `tl.histogram` with a mask, which only the interpreter has run; inputs go beyond its bins."""
     for kind in ("random", "all equal", "NaN"):
         scores = scores_of_a_kind(kind, 2 * length).view(2, length).to(GPU)
@@ -295,7 +284,7 @@ def test_10_top_k_in_triton(length: int) -> None:
             assert torch.equal(d3s.topk_mask(scores, 0.1), expected), kind
 
 
-def test_10_the_narrow_gradient_in_triton() -> None:
+def test_the_narrow_gradient_in_triton() -> None:
     """A failure: Triton puts the stores of a block before a barrier that all its loads have passed."""
     with backends.forced(OTHER):
         narrow, wide = narrow_and_wide(size(200, 5))

@@ -23,7 +23,6 @@ import d3s_kernels as d3s
 from d3s_kernels import reference
 
 VOCABULARY = size(151_936, 1000)
-MILLIONS = size(4 << 20, 1 << 16)
 
 pytestmark = pytest.mark.usefixtures("backend")
 on_one_back_end = pytest.mark.parametrize("backend", ["cuda"], indirect=True)  # torch.compile takes half a minute
@@ -97,14 +96,6 @@ def test_full_vocabulary(rows: int, dtype: torch.dtype) -> None:
         assert_gradient(ours[piece], theirs, floor=1e-5 if dtype == torch.float16 else 0.0)  # float16 ends at 6e-8
 
 
-def test_a_row_has_the_same_bits_in_any_batch() -> None:
-    logits = logits_like_a_models(3000, VOCABULARY)
-    labels = random_labels(3000, vocabulary=VOCABULARY).to(GPU)
-    everything = d3s.logprob_entropy(logits, labels)
-    for rows in (slice(0, 1), slice(7, 30), slice(100, 900), slice(1500, 3000)):
-        assert_same(d3s.logprob_entropy(logits[rows], labels[rows]), (whole[rows] for whole in everything))
-
-
 @pytest.mark.parametrize("backend", ["cuda", "triton"], indirect=True)  # plain PyTorch works on blocks of rows
 def test_more_than_2_to_the_31_elements() -> None:
     logits = torch.zeros(size(16_000, 16), VOCABULARY, device=GPU, dtype=torch.bfloat16)
@@ -112,15 +103,6 @@ def test_more_than_2_to_the_31_elements() -> None:
     entropy = d3s.entropy(logits)
     assert_entropy(entropy[-1:], reference.entropy(logits[-1:]))
     torch.testing.assert_close(entropy[:-1], torch.full_like(entropy[:-1], float(torch.log(torch.tensor(VOCABULARY)))))
-
-
-def test_topk_of_a_batch_of_millions() -> None:
-    scores = torch.randint(0, 100_000, (MILLIONS,), device=GPU).float()
-    for ratio in (0.05, 0.1, 0.2):
-        mask = d3s.topk_mask(scores, ratio)
-        order = scores.sort(descending=True, stable=True).indices
-        k = -(-int(ratio * 1000) * len(scores) // 1000)
-        assert_identical(mask.nonzero().flatten(), order[:k].sort().values)
 
 
 def test_max_variance_of_a_pool() -> None:

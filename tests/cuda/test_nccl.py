@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.draw import Draw
 from every_op import nothing_waits
 from helpers import assert_entropy, assert_identical, assert_logprob
-from ranks import Ranks, World, pieces_of
+from ranks import Ranks, World
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
@@ -21,7 +22,7 @@ def choose(ranks: Ranks, seed: int) -> None:
     """Every rank draws the same batch and passes its own part."""
     device = torch.device("cuda", ranks.rank)
     generator = torch.Generator().manual_seed(seed)
-    lengths = pieces_of(100_000, ranks.size, generator)
+    lengths = Draw(seed).parts(100_000, ranks.size)
     entropy = torch.rand(100_000, generator=generator).mul(50).round()
     advantages = torch.randn(100_000, generator=generator)
     whole = d3s.select_tokens(entropy, advantages, 0.1)
@@ -47,7 +48,7 @@ def share_the_vocabulary(ranks: Ranks, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(64, 5000, generator=generator) * 3
     labels = torch.randint(5000, (64,), generator=generator)
-    edges = torch.tensor([0, *pieces_of(5000, ranks.size, generator)]).cumsum(0).tolist()
+    edges = torch.tensor([0, *Draw(seed).parts(5000, ranks.size)]).cumsum(0).tolist()
     first, end = edges[ranks.rank], edges[ranks.rank + 1]
     device = torch.device("cuda", ranks.rank)
     own = logits[:, first:end].to(device).requires_grad_()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import unchecked
 from helpers import (
     DTYPES,
     assert_entropy,
@@ -23,7 +24,6 @@ from helpers import (
     assert_logprob,
     assert_same,
     assert_same_bits,
-    assert_unchecked_spans,
     cut,
     random_labels,
     random_logits,
@@ -46,7 +46,7 @@ emulated = pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="
 
 
 @pytest.fixture(autouse=True)
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+def nobody_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values of tensors are not checked, as on a GPU."""
     monkeypatch.delenv("D3S_KERNELS_CHECK", raising=False)
 
@@ -563,21 +563,9 @@ def test_one_value_of_any_size(length: int) -> None:
 # ---- values that nobody checked --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", [-1, -99, -101, 50, 2**31, -(2**63)])
-def test_a_label_that_is_no_token(label: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = random_logits(3, 50)
-    labels = torch.tensor([3, label, -100])
-    logprob, entropy = d3s.logprob_entropy(logits, labels)
-    assert logprob.isnan().tolist() == [False, True, False]
-    assert not entropy.isnan().any()
-    assert gradient(logits, labels).isnan().all(1).tolist() == [False, True, False]
-    monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
-    with pytest.raises(ValueError, match="labels: got"):
-        d3s.logprob_entropy(logits, labels)
-
-
-def test_spans_of_a_sampling_mask() -> None:
-    assert_unchecked_spans(lambda name, *arguments: getattr(OP, name)(*arguments))
+@pytest.mark.parametrize("check", unchecked.ALL)
+def test_values_that_nobody_checked(check: Callable[..., None]) -> None:
+    check(lambda name, *arguments, **options: getattr(OP, name)(*arguments, **options))
 
 
 def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -809,12 +797,6 @@ def test_ratios_of_rows_and_of_ragged_sequences_have_the_same_bits(length: int, 
             assert_same_bits(ragged, of_rows.flatten())
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, torch.nan, torch.inf])
-def test_a_bad_temperature_gives_nan(temperature: float) -> None:
-    found = d3s.entropy(random_logits(2, 9), temperature=torch.tensor([1.0, temperature]))
-    assert found.isnan().tolist() == [False, True]
-
-
 @emulated  # a GPU's shared memory is what it is
 def test_the_launch_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D3S_SHIM_SHARED", "1")
@@ -840,21 +822,3 @@ def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
         d3s.importance_ratio(values, torch.zeros(20), level="sequence", offsets=cuts),
     ):
         assert result.isnan().tolist() == (~inside).tolist()
-
-
-def test_a_bad_group_gives_nan_and_is_in_no_others_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes neither the sums of the next sequence nor the memory after the last sequence's sums."""
-    values, few = torch.rand(4, 4), [[0, 15, 16, 127], [0, 0, 3, 3], [-1, -128, 3, 3], [0, 16, 3, 64]]
-    groups = torch.tensor(few, dtype=torch.int8)
-    good = groups < 16
-    for call in (
-        lambda ids: d3s.adaptive_clip(values, ids, vocab_size=9),
-        lambda ids: d3s.importance_ratio(values, 0 * values, level="entropy_group", groups=ids),
-        lambda ids: d3s.importance_ratio(values, 0 * values, level="entropy_group", groups=ids, denominator="old"),
-    ):
-        found, clean = call(groups), call(groups.where(good, -1))
-        assert_same_bits(found[good], clean[good])
-        assert torch.equal(found.isnan(), ~good)
-    monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
-    with pytest.raises(ValueError, match="groups: got 127; takes at most 15"):
-        d3s.adaptive_clip(values, groups, vocab_size=9)

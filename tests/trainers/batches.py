@@ -147,18 +147,18 @@ class Seen:
         self.batches: list[dict[str, Any]] = []
         score, add = made._score_for_loss, made._add_sets
 
-        def scoring(update: Any, call: Any, inputs: dict[str, Any]) -> Any:
+        def scoring(call: Any, inputs: dict[str, Any]) -> Any:
             with torch.no_grad():
                 over_all = call.scores()[0]  # log-probabilities over the whole vocabulary
-            found = score(update, call, inputs)
-            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found[:2]), strict=True))
-            self.batches.append({**inputs, **own, "over_all": over_all})
+            found = score(call, inputs)
+            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found.scores[:2]), strict=True))
+            self.batches.append({**found.inputs, **own, "over_all": over_all})
             return found
 
-        def adding(batch: dict[str, Any]) -> None:
+        def adding(batch: dict[str, Any], recorded: Any) -> None:
             # The mass that the sampler measured goes where its rows go, as one more field of the batch.
-            batch["log_mass"] = made._recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
-            add(batch)
+            batch["log_mass"] = recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
+            add(batch, recorded)
 
         made._score_for_loss, made._add_sets = scoring, adding
 

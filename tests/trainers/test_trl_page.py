@@ -51,9 +51,9 @@ def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any
     seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
 
-    def spy(kept: torch.Tensor, mask: torch.Tensor, entropy: torch.Tensor, *more: torch.Tensor) -> Any:
-        batch, rows = made._loss_inputs, {}
-        values = batch["completion_ids"], kept, mask, entropy
+    def spy(batch: Any, chosen: Any, mask: torch.Tensor, entropy: torch.Tensor, *more: torch.Tensor) -> Any:
+        rows: dict[int, list[Token]] = {}
+        values = batch["completion_ids"], chosen.kept, mask, entropy
         for row, place in enumerate(batch["d3s_rollout"].tolist() if "d3s_rollout" in batch else []):
             weight = abs(float(batch["advantages"][row]))
             rows[place] = [
@@ -62,7 +62,7 @@ def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any
                 if counts
             ]
         seen.append(rows)
-        return log(kept, mask, entropy, *more)
+        return log(batch, chosen, mask, entropy, *more)
 
     made._log_tokens = spy
     made.train()
@@ -93,9 +93,8 @@ def assert_shows(page: str, seen: list[dict[int, list[Token]]], count: int = 2 *
                 assert score == 0  # no pass has scored a rollout without an advantage
 
 
-@pytest.mark.parametrize("entropy_from", ["update", "rollout"])
-def test_every_second_step_the_tokens_that_were_kept(tmp_path: Path, entropy_from: str) -> None:
-    seen, made = run(tmp_path, max_steps=4, selection_page_steps=2, entropy_from=entropy_from)
+def test_every_second_step_the_tokens_that_were_kept(tmp_path: Path) -> None:
+    seen, made = run(tmp_path, max_steps=4, selection_page_steps=2)
     found = pages(tmp_path)
     assert list(found) == [0, 2]
     for step, page in found.items():
@@ -104,17 +103,15 @@ def test_every_second_step_the_tokens_that_were_kept(tmp_path: Path, entropy_fro
         assert f"<title>Step {step}: " in page
 
 
-def test_advantages_over_the_kept_rollouts(tmp_path: Path) -> None:
-    """The shown ones are those that the loss has."""
-    assert_shows(*one_page(tmp_path, advantages_from="kept", rollout_scope="group"))
-
-
 def test_rollouts_without_an_advantage_have_no_entropy_of_their_own(tmp_path: Path) -> None:
+    """The advantages that are shown are those that the loss has."""
+
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         values = share_of_even(completion_ids)
         return [value if row < GROUP else 0.5 for row, value in enumerate(values)]
 
-    page, seen = one_page(tmp_path, reward_funcs=reward, entropy_from="rollout", rollouts=7)
+    options = {"entropy_from": "rollout", "advantages_from": "kept", "rollout_scope": "group"}
+    page, seen = one_page(tmp_path, reward_funcs=reward, rollouts=7, **options)
     assert_shows(page, seen)
     found = [token for rollout in rollouts(page)[GROUP:] for token in tokens(rollout)]
     assert found
@@ -169,28 +166,16 @@ def test_rewards_and_advantages_are_those_of_each_rollout(tmp_path: Path) -> Non
         torch.testing.assert_close(advantages, (values - values.mean()) / (values.std() + 1e-4), atol=0.05, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({}, []),
-        ({"selection_page_steps": 3}, [0, 3]),
-        # Each generation lasts for two steps, so the page of step 1 is that of step 2.
-        ({"selection_page_steps": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 2}, [0, 2]),
-        ({"selection_page_steps": 1, "num_iterations": 2}, [0, 2]),
-    ],
-)
-def test_when(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
-    _, made = run(tmp_path, max_steps=4, **options)
-    assert list(pages(tmp_path)) == steps
-    assert made.state.global_step == 4
-
-
-def test_a_second_run_of_a_trainer_has_its_own_pages(tmp_path: Path) -> None:
-    _, made = run(tmp_path, max_steps=2, selection_page_steps=3)
-    (page,) = (tmp_path / "selection").iterdir()
-    page.unlink()
+def test_pages_are_of_generations_and_a_second_run_has_its_own(tmp_path: Path) -> None:
+    """Each generation lasts for two steps, so the page of step 1 is that of step 2."""
+    _, made = run(tmp_path, max_steps=4, selection_page_steps=1, num_iterations=2)
+    assert list(pages(tmp_path)) == [0, 2]
+    for page in (tmp_path / "selection").iterdir():
+        page.unlink()
     made.train()
-    assert list(pages(tmp_path)) == [0]
+    assert list(pages(tmp_path)) == [0, 2]
+    run(tmp_path / "other", max_steps=1)
+    assert not (tmp_path / "other" / "selection").exists(), "a page is written only if it is asked for"
 
 
 def test_at_most_so_many_rollouts_in_whole_groups(tmp_path: Path) -> None:

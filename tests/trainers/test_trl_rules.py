@@ -9,15 +9,13 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from batches import assert_same_gradient, generation_batch, loss_and_gradients, micro_batch
+from batches import generation_batch
 from tiny_trl import GROUP, PlainTrainer, generated, trainer
 from trl import GRPOTrainer
 
-from d3s_kernels import TokenSelection, group_advantages, select_rollouts, select_tokens
+from d3s_kernels import group_advantages, select_rollouts, select_tokens
 from d3s_kernels.rollouts.select_rollouts import RolloutRule
 from d3s_kernels.selection import choose_rollouts
-from d3s_kernels.selection.metrics import selection_metrics
-from d3s_kernels.tokens.select_tokens import TokenRule
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +58,6 @@ def test_advantages_with_completions_that_no_reward_scored(scale: str) -> None:
 # ---- the options -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scope", ["batch", "group"])
-@pytest.mark.parametrize("rule", get_args(RolloutRule))
-def test_every_rule_of_rollouts(rule: RolloutRule, scope: Any) -> None:
-    batch = generation_batch(5)
-    made = trainer(rollout_rule=rule, rollout_scope=scope, rollouts=0.375)
-    kept = made._keep_rollouts(dict(batch))["advantages"]
-    draws = torch.Generator().manual_seed(made.args.seed) if rule == "random" else None
-    values = batch["advantages"].view(2, GROUP)
-    expected = select_rollouts(values, 3, rule=rule, scope=scope, generator=draws)
-    assert len(kept) == 6
-    assert torch.equal(kept, values[expected])
-
-
 def test_random_rollouts_are_the_same_on_every_process_and_others_each_time() -> None:
     def drawn(seed_of_process: int, step: int = 0) -> list[list[float]]:
         made = trainer(rollout_rule="random")
@@ -93,70 +78,6 @@ def test_rollouts_that_cannot_move_are_chosen_by_each_rule(rule: RolloutRule) ->
     assert kept.sum(dim=1).tolist() == [6, 6]
     if rule not in ("max_variance", "random"):
         assert torch.equal(kept, select_rollouts(values.view(2, -1), 6, rule=rule, scope="group"))
-
-
-@pytest.mark.parametrize("rule", [rule for rule in get_args(TokenRule) if not rule.startswith("prefix")])
-@pytest.mark.parametrize("source", ["update", "rollout"])
-def test_every_rule_of_tokens(source: str, rule: TokenRule) -> None:
-    """In the batch the advantages of one group are 0, and its tokens still count where entropies alone decide."""
-    made, batch = trainer(entropy_from=source, token_rule=rule), generation_batch(7)
-    mask = batch["completion_mask"].bool()
-    entropy = made._score(made.model, batch, compute_entropy=True)[1]
-    torch.manual_seed(3)
-    chosen = select_tokens(entropy, batch["advantages"], 0.25, rule=rule, mask=mask)
-    expected = chosen.mask
-    torch.manual_seed(3)
-    if source == "rollout":
-        made._choose_tokens_of_batch(batch)
-        assert torch.equal(batch["d3s_kept"], expected)
-    made.compute_loss(made.model, batch)
-    logged = made._metrics["train"]
-    assert logged["d3s/tokens_kept"] == [int(expected.sum())]
-    assert logged["d3s/entropy_kept"][0] == pytest.approx(float(entropy[expected].mean()), rel=1e-5)
-    assert logged["d3s/threshold"][0] == pytest.approx(float(chosen.threshold), rel=1e-5)
-    if source == "update":  # else the entropies of a group without advantages may be unknown
-        assert logged["d3s/entropy_dropped"][0] == pytest.approx(float(entropy[mask & ~expected].mean()), rel=1e-5)
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "bnpo", "cispo"])
-def test_trls_share_of_high_entropy_gives_trls_gradient(loss: str) -> None:
-    """Where no entropies tie, both keep the same tokens, if rounding gives both the same number: 0.21 of 40."""
-    batch = micro_batch(3)
-    batch["completion_mask"] = (torch.arange(10) < 5).long().repeat(GROUP, 1)
-    batch["num_items_in_batch"] = batch["completion_mask"].sum()
-    options = {"top_entropy_quantile": 0.21, "loss_type": loss}
-    ours = trainer(**options, tokens=0.21)
-    (_, expected), (_, found) = (loss_and_gradients(made, batch) for made in (trainer(PlainTrainer, **options), ours))
-    assert ours._metrics["train"]["d3s/tokens_kept"] == [9]
-    assert_same_gradient(found, expected)
-    ours.model.eval()  # an evaluation is TRL's, with its mask
-    theirs = trainer(PlainTrainer, **options)
-    theirs.model.eval()
-    values = [float(made.compute_loss(made.model, batch)) for made in (ours, theirs)]
-    assert values[0] == pytest.approx(values[1], rel=1e-5)
-
-
-def test_the_trainer_logs_what_selection_metrics_says() -> None:
-    made = trainer(per_device_train_batch_size=2 * GROUP, gradient_accumulation_steps=1, entropy_from="rollout")
-    batch = generation_batch(11)
-    batch["advantages"][GROUP:] = torch.linspace(-0.5, 0.5, GROUP)  # with all 0, their entropies were not measured
-    advantages, mask = batch["advantages"].view(2, GROUP), batch["completion_mask"].bool()
-    rows = choose_rollouts(advantages, 4).flatten()
-    kept = made._keep_rollouts(dict(batch))
-    made._choose_tokens_of_batch(kept)
-    made.compute_loss(made.model, kept)
-    threshold, chosen = kept["d3s_threshold"], kept["d3s_kept"]
-    width = chosen.shape[1]  # without columns that are padding in all kept rows; dropped rows may be longer
-    everywhere = torch.zeros(2, 8, 10, dtype=torch.bool), torch.zeros(2, 8, 10)
-    for whole, part in zip(everywhere, (chosen, kept["d3s_entropy"]), strict=True):
-        whole.view(16, 10)[rows, :width] = part
-    tokens = TokenSelection(*(whole.view(16, 10) for whole in everywhere), chosen.sum(), threshold)
-    expected = selection_metrics(
-        advantages=advantages, rollout_mask=rows.view(2, GROUP), tokens=tokens, token_mask=mask,
-        budget=made._budget(),
-    )  # fmt: skip
-    logged = {name: float(value[0]) for name, value in made._metrics["train"].items() if name in expected}
-    assert logged == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-4)
 
 
 def test_groups_that_differ_by_rounding_alone_are_counted() -> None:

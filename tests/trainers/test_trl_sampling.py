@@ -16,7 +16,7 @@ from tiny_trl import GROUP, VOCABULARY, arguments, model, share_of_even, tokeniz
 
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
-from d3s_kernels.integrations.trl.head import d3s_head, over_sets
+from d3s_kernels.integrations.trl.head import OurHead, ScoredModel
 from d3s_kernels.selection.metrics import NAMES, PADDING_NAMES, SAMPLING_NAMES
 
 CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "temperature": 0.8}
@@ -145,8 +145,8 @@ def test_a_head_that_can_have_no_sets_says_why() -> None:
         return trl_utils._ChunkedLogProbFunction.apply(hidden[0], weight, None, labels[0, 1:], 1.0, 16)
 
     message = r"sampling_mask: got True: .*, because ZeRO-3 takes .*; and TRL"
-    with d3s_head(), pytest.raises(RuntimeError, match=message):
-        over_sets(head, torch.tensor([[[3, 4]]], dtype=torch.int32))(labels=labels)
+    with pytest.raises(RuntimeError, match=message):
+        ScoredModel(head, OurHead(), torch.tensor([[[3, 4]]], dtype=torch.int32))(labels=labels)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -171,4 +171,4 @@ def test_a_run_whose_sets_are_too_large_stops_and_names_the_token() -> None:
         trainer(**ON, max_kept=2).train()
     made = trainer(**ON)
     with pytest.raises(RuntimeError, match="sampling_mask: no sets were recorded; takes completions of _generate_sin"):
-        made._add_sets(generation_batch(1))
+        made._add_sets(generation_batch(1), None)

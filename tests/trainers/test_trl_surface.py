@@ -23,18 +23,18 @@ from tiny_trl import PlainTrainer, generated, trainer
 from trl_changes import BY_THE_TEST, IN_THE_FIRST_STEP, other_order
 from trl_surface import ChangedTRL, check_class, check_loss
 
+from d3s_kernels.integrations._transformers import RunWithBudget
 from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
-from d3s_kernels.integrations.trl.scoring import Scoring
 from d3s_kernels.selection.loss_weights import DENOMINATORS
 
 SOURCE = Path(trls.__file__).read_text(encoding="utf-8")
-LAYERS = D3STrainer.__mro__[: D3STrainer.__mro__.index(trls.GRPOTrainer)]  # the classes of ours, down to Scoring
+LAYERS = D3STrainer.__mro__[: D3STrainer.__mro__.index(trls.GRPOTrainer)]  # the classes of ours
 
 
 @pytest.fixture
 def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
     """Puts a changed copy of TRL's trainer in the place of the class that ours overrides."""
-    bases, name = Scoring.__bases__, "trl.trainer.grpo_trainer_changed"
+    bases, name = D3STrainer.__bases__, "trl.trainer.grpo_trainer_changed"
 
     def changed(replaced: dict[str, str]) -> None:
         source = SOURCE
@@ -46,10 +46,10 @@ def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
         module = sys.modules[name] = ModuleType(name)  # inspect finds a class's source through its module
         vars(module).update(__file__=str(file), __package__="trl.trainer")
         exec(compile(source, file, "exec"), vars(module))
-        Scoring.__bases__ = (*bases[:-1], module.GRPOTrainer)
+        D3STrainer.__bases__ = (*bases[:-1], module.GRPOTrainer)
 
     yield changed
-    Scoring.__bases__ = bases
+    D3STrainer.__bases__ = bases
     sys.modules.pop(name, None)
 
 
@@ -58,10 +58,10 @@ def made(saved: str, **options: Any) -> Any:
 
 
 def check_all(saved: str, **options: Any) -> None:
-    check_class(D3STrainer, Scoring)
+    check_class(D3STrainer, RunWithBudget)
     ours = made(saved, **options)
     surface.check_attributes(ours)
-    check_loss(ours, surface.inherited(D3STrainer, Scoring, "_compute_loss"))
+    check_loss(ours, surface.inherited(D3STrainer, RunWithBudget, "_compute_loss"))
 
 
 def assert_refused(ours: Any, message: str) -> None:
@@ -155,13 +155,13 @@ def test_a_function_that_changed_is_found(function: str, monkeypatch: pytest.Mon
         pytest.skip("this TRL has no such function")
     monkeypatch.setattr(holder, name, type("Renamed", (), {}) if function.endswith(".forward") else lambda other: None)
     with pytest.raises(ChangedTRL, match=function.replace(".", r"\.")):
-        check_class(D3STrainer, Scoring)
+        check_class(D3STrainer, RunWithBudget)
 
 
 def test_a_head_that_models_do_not_look_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_utils, "add_fused_lm_head", lambda model: None)
     with pytest.raises(ChangedTRL, match=r"_ChunkedLogProbFunction.forward: .* does not look it up; it is replaced"):
-        check_class(D3STrainer, Scoring)
+        check_class(D3STrainer, RunWithBudget)
 
 
 # ---- the selection is seen to act ------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_loss_of_another_trainer_is_refused_in_the_first_step(above: bool, ask
     if above:  # a class of the user's, derived from ours
         ours = trainer(unsloths(D3STrainer, asks))
     else:
-        Scoring.__bases__ = (*Scoring.__bases__[:-1], unsloths(trls.GRPOTrainer, asks))
+        D3STrainer.__bases__ = (*D3STrainer.__bases__[:-1], unsloths(trls.GRPOTrainer, asks))
         ours = trainer()
     message = r"no token was selected in this step\. .*; it may not come through .*UnslothGRPOTrainer\.compute_loss"
     assert_refused(ours, message)

@@ -200,16 +200,6 @@ def test_where_somebody_sees_the_gradient_autograd_adds_it() -> None:
     assert not accumulated(transposed_first, transposed)[1]
 
 
-def test_under_autocast_the_float32_gradient_is_added_to() -> None:
-    made = trainer()
-    with torch.autocast("cpu", torch.bfloat16):
-        found, added = accumulated(made)
-    assert added
-    assert found.dtype == torch.float32
-    expected, _ = accumulated(trainer())
-    assert (found - expected).norm() <= 0.02 * expected.norm()
-
-
 def test_a_gradient_of_another_half_precision_is_left_to_autograd() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         made = trainer(policy=model().bfloat16())

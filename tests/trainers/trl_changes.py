@@ -105,6 +105,10 @@ IN_THE_FIRST_STEP = {
         r"old_per_token_logps: the batch .* does not have there what the pass for it returned",
         {"num_iterations": 2},
     ),
+    "the loss asks for scores with another argument": Change(
+        {"            compute_entropy=True,": "            1,\n            compute_entropy=True,"},
+        r"no token was selected in this step",
+    ),
     "a new field in the batch": Change(
         {"        return output\n": '        output["weights"] = completion_mask\n        return output\n'},
         r"its batch has weights, which is not known",

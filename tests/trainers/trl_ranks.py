@@ -63,9 +63,9 @@ def kinds_of(args: Any) -> tuple[bool, bool]:
 
 def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What D3S does with a generation batch: the rows, the tokens and the gradient of the loss."""
-    if made.args.group_variance_mass is not None:
-        made._rewards = batch_of_rank(1, 0, 1)["advantages"].unsqueeze(1)
-    batch = made._keep_rollouts(batch)
+    has_mass = made.args.group_variance_mass is not None
+    rewards = batch_of_rank(1, 0, 1)["advantages"].unsqueeze(1) if has_mass else None
+    batch = made._keep_rollouts(batch, rewards)
     if made._tokens_before_update:
         made._choose_tokens_of_batch(batch)
     made.compute_loss(made.model, batch).backward()

@@ -112,6 +112,9 @@ def test_micro_batches(queue: None, sizes: dict[str, Any]) -> None:
 def test_entropies_of_the_old_policy_that_are_refused(queue: None) -> None:
     """None with verl's older ray trainer, which drops it, and in bypass mode, which computes none. The workers first
     store entropies of whole sequences; verl's trainer then cuts off the prompts."""
+    with pytest.raises(ValueError, match=r"'update', which takes actor_rollout_ref\.actor\.calculate_entropy=true"):
+        a_step(draw_rewards(), SYNC, *ESPO, UPDATE[0])
+    tq.kv_clear(keys=list(tq.kv_list()["train"]), partition_id="train")
     trainer, batch, _ = a_step(draw_rewards(), SYNC, *ESPO)
     workers, data = trainer.actor_rollout_wg, data_of(batch)
     data["entropy"] = workers._of_whole_sequences(workers.entropies, batch.keys, data)
@@ -120,11 +123,6 @@ def test_entropies_of_the_old_policy_that_are_refused(queue: None) -> None:
     del data["entropy"]
     with pytest.raises(ValueError, match="entropy_source: got 'old', and rows without it; takes 'update' or 'surpr"):
         loss_of(workers, batch.keys, data)
-
-
-def test_no_entropy_of_the_update(queue: None) -> None:
-    with pytest.raises(ValueError, match=r"'update', which takes actor_rollout_ref\.actor\.calculate_entropy=true"):
-        a_step(draw_rewards(), SYNC, *ESPO, UPDATE[0])
 
 
 def test_all_who_call_it_have_the_wrapper() -> None:

@@ -57,28 +57,6 @@ def test_the_aggregation_is_the_papers() -> None:
     torch.testing.assert_close(grad, by_sequence[1] * 4 / 16 * 2)
 
 
-@pytest.mark.parametrize("mask_type", [torch.bool, torch.int64])
-def test_one_group_is_gspo(mask_type: torch.dtype) -> None:
-    """With a range that clips nothing, it equals verl's own loss `gspo`."""
-    batch = a_batch()
-    batch["response_mask"] = batch["response_mask"].to(mask_type)
-    ours = gradient("espo", batch, actor_config(*options_of(quantiles=[], alpha=1e4)))
-    wide = actor_config("actor_rollout_ref.actor.clip_ratio_low=1e3", "actor_rollout_ref.actor.clip_ratio_high=1e3")
-    verls = gradient("gspo", batch, wide, "seq-mean-token-mean")
-    torch.testing.assert_close(ours, verls, rtol=1e-5, atol=1e-7)
-
-
-def test_the_printed_denominator() -> None:
-    """The group's ratio times the token's own. With one token in a group both are equal, so the product is a square."""
-    batch = a_batch()
-    batch["response_mask"] = torch.arange(17) < torch.ones(5, 1)
-    printed, grad = gradient("espo", batch, actor_config(*options_of(alpha=1e4, denominator="old")))
-    squared = torch.exp(2 * (batch["log_prob"] - batch["old_log_prob"])).detach()
-    factors = batch["advantages"] * batch["rollout_is_weights"] * batch["response_mask"]
-    torch.testing.assert_close(printed, -(factors * squared)[:, 0].mean())
-    torch.testing.assert_close(grad, -factors * squared / 5)
-
-
 def test_metrics() -> None:
     """A row moves by 0.5, 1 or 2 epsilon. By 2 it is clipped if it moves in the direction of its advantage."""
     batch = a_batch()

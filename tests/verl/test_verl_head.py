@@ -16,7 +16,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
 from ranks import world
 from tensordict import TensorDict
-from test_verl_sampling_masks import FIELD, FUSED, NOTE, Sets, make_batch, micro_batch_of
+from test_verl_sampling_masks import FUSED, Sets, make_batch, micro_batch_of
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -25,9 +25,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_losses import actor_config
 from verl_world import make_trainer
 
-from d3s_kernels import reference
 from d3s_kernels.integrations.verl import head
-from d3s_kernels.integrations.verl.sampling_mask import sampling_mask_of
 from d3s_kernels.logprobs import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
@@ -146,28 +144,6 @@ def test_an_update_computes_the_tokens_of_the_loss(loss_mode: str, monkeypatch: 
     torch.testing.assert_close(log_probs[outside], batch.batch["old_log_probs"][outside])
 
 
-@PACKED
-def test_sampling_masks_through_the_head(packed: bool) -> None:
-    """Results and gradients are those of verl's own way over logits that are low outside the sets."""
-    data, batch, _ = a_micro_batch(packed, **{NOTE: FIELD})
-    width = None if packed else int(data["input_ids"].offsets().diff().max())
-    sets = sampling_mask_of(data, FIELD, width=width)[0].to_lists()
-    mask = batch.batch["response_mask"].bool()
-    weights = torch.randn(2, *mask.shape) * mask
-
-    def lower(module: Any, given: Any, logits: Tensor) -> Tensor:
-        outside = torch.zeros(logits.shape[:-1].numel(), VOCABULARY, dtype=torch.bool)
-        for row, kept in enumerate(sets):
-            outside[row] = torch.tensor([bool(kept) and token not in kept for token in range(VOCABULARY)])
-        return logits.masked_fill(outside.view_as(logits), -1e4)
-
-    dense = make_model(None)
-    dense.lm_head.register_forward_hook(lower)
-    without_sets = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=False)
-    theirs = found_with("torch", dense, without_sets, weighed(weights))
-    assert_alike(theirs, found_with("d3s", make_model("d3s"), data, weighed(weights)), mask)
-
-
 OTHER_LOSSES: dict[str, Any] = {
     "supervised fine-tuning, without responses": lambda data: data.exclude("responses"),
     "a loss without old log-probabilities": lambda data: data.exclude("old_log_probs"),
@@ -200,46 +176,6 @@ def test_an_update_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs_of("d3s", model, data)["log_probs"].sum().backward()
     assert calls.rows == [0]
     assert not any(value.grad.any() for value in model.parameters())
-
-
-def test_under_autocast_the_products_have_its_dtype() -> None:
-    data, batch, _ = a_micro_batch(packed=True)
-    mask = batch.batch["response_mask"].bool()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        (theirs, of_theirs), (ours, of_ours) = of_both(data, lambda found: (found["log_probs"] * mask).sum())
-    torch.testing.assert_close(ours["log_probs"] * mask, theirs["log_probs"] * mask, rtol=0, atol=0.1)
-    assert ours["log_probs"].dtype == of_ours["lm_head.weight"].dtype == torch.float32
-    for name, gradient in of_theirs.items():
-        assert (of_ours[name] - gradient).norm() <= 0.02 * gradient.norm()
-
-
-@PACKED
-@pytest.mark.parametrize("with_sets", [False, True])
-def test_the_dtype_of_its_logits(packed: bool, with_sets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit what the op gives. The default is float32, which is nearer to the exact results."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def record(*arguments: Any, **options: Any) -> Any:
-        found = linear_logprob_entropy(*arguments, **options)
-        del options["logits_dtype"]
-        calls.append((arguments, options, found))
-        return found
-
-    monkeypatch.setattr(head, "linear_logprob_entropy", record)
-    data, _, _ = a_micro_batch(packed, **({NOTE: FIELD} if with_sets else {}))
-    model = make_model("d3s").bfloat16()
-    outputs = {}
-    for option in ({"logits_dtype": "auto"}, {"logits_dtype": "float32"}, {}):
-        with torch.no_grad():
-            outputs[option.get("logits_dtype")] = outputs_of("d3s", model, data, **option)["log_probs"]
-        arguments, options, found = calls[-1]
-        dtype = torch.bfloat16 if option.get("logits_dtype") == "auto" else torch.float32
-        assert all(map(torch.equal, found, linear_logprob_entropy(*arguments, **options, logits_dtype=dtype)))
-    assert torch.equal(outputs[None], outputs["float32"])
-    del options["max_rows"]
-    exact = reference.linear_logprob_entropy(*arguments, **options)
-    for rounded, wide, best in zip(calls[0][2], calls[1][2], exact, strict=True):
-        assert (wide - best).norm() < 0.1 * (rounded - best).norm()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -317,16 +253,21 @@ def test_an_engine_whose_model_does_not_call_the_head() -> None:
     assert head._READ.get() is None
 
 
-def test_micro_batches_that_are_refused() -> None:
-    data, _, _ = a_micro_batch(packed=True, distillation_use_topk=True)
-    engine = bare_engine("d3s")
-    engine.pad_to_length = False
-    with pytest.raises(ValueError, match="distillation_use_topk: got True; takes False with actor_rollout_ref"):
-        engine.prepare_model_inputs(data)
-
-
 LOGITS = "actor_rollout_ref.model.fused_kernel_options.logits_dtype"
 OURS_BESIDE = rf"{LOGITS}: got 'auto'; takes actor_rollout_ref\.model\.use_fused_kernels=true and .*=d3s beside it, sin"
+
+
+@pytest.mark.parametrize("option", [{"logits_dtype": "auto"}, {}])
+def test_the_dtype_of_its_logits_is_the_option(option: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def record(*arguments: Any, logits_dtype: Any, **options: Any) -> Any:
+        seen.append(logits_dtype)
+        return linear_logprob_entropy(*arguments, logits_dtype=logits_dtype, **options)
+
+    monkeypatch.setattr(head, "linear_logprob_entropy", record)
+    outputs_of("d3s", make_model("d3s").bfloat16(), a_micro_batch(packed=True)[0], **option)
+    assert seen == [torch.bfloat16 if option else torch.float32]
 
 
 def test_a_dtype_of_logits_that_is_unknown_or_without_use_is_refused() -> None:
@@ -339,6 +280,11 @@ def test_a_dtype_of_logits_that_is_unknown_or_without_use_is_refused() -> None:
     with pytest.raises(ValueError, match=OURS_BESIDE):
         bare_engine("d3s", logits_dtype="auto").prepare_model_inputs(data)
     bare_engine("torch").prepare_model_inputs(data)
+    data, _, _ = a_micro_batch(packed=True, distillation_use_topk=True)
+    engine = bare_engine("d3s")
+    engine.pad_to_length = False
+    with pytest.raises(ValueError, match="distillation_use_topk: got True; takes False with actor_rollout_ref"):
+        engine.prepare_model_inputs(data)
 
 
 def test_the_trainer_mode_looks_at_the_configuration() -> None:

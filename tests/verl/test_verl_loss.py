@@ -12,7 +12,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl_losses import POLICY_LOSS, TARGET, actor_config, gradient, make_batch, options
 
-import d3s_kernels as d3s
+from d3s_kernels import select_tokens
 
 
 def a_batch(rows: int = 6) -> dict[str, Tensor]:
@@ -29,11 +29,10 @@ def top_tokens(batch: dict[str, Tensor], ratio: float) -> Tensor:
     return mask.view_as(score)
 
 
-@pytest.mark.parametrize("rule", ["entropy", "advantage", "entropy_quantile"])
-def test_other_rules(rule: Any) -> None:
-    batch = a_batch()
+def test_the_rule_is_the_option() -> None:
+    batch, rule = a_batch(), "entropy_quantile"
     surprisal, mask = -batch["old_log_prob"], batch["response_mask"]
-    kept = d3s.select_tokens(surprisal, batch["advantages"], 0.3, rule=rule, mask=mask).mask
+    kept = select_tokens(surprisal, batch["advantages"], 0.3, rule=rule, mask=mask).mask
     _, found = gradient("d3s", batch, actor_config(*options("d3s", token_ratio=0.3, token_rule=rule)))
     assert torch.equal(found != 0, kept)
 
@@ -45,7 +44,7 @@ BASES = [
 
 
 @pytest.mark.parametrize(("base", "agg"), BASES)
-@pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("ratio", [0.05, 1.0])
 def test_gradient_on_exactly_the_kept_tokens(base: str, agg: str, ratio: float) -> None:
     """On the kept tokens the gradient is that of the base loss. The value of the loss does not change."""
     batch = a_batch()
@@ -61,13 +60,6 @@ def test_gradient_on_exactly_the_kept_tokens(base: str, agg: str, ratio: float) 
     assert torch.equal(loss, whole_loss)
 
 
-def test_a_share_of_each_sequence() -> None:
-    batch = a_batch()
-    _, grad = gradient("d3s", batch, actor_config(*options("d3s", token_ratio=0.5, token_scope="sequence")))
-    lengths = batch["response_mask"].sum(-1)
-    assert torch.equal((grad != 0).sum(-1), (lengths + 1) // 2)
-
-
 def test_zeros_can_be_dropped() -> None:
     """Fewer than half of the tokens have an advantage. (The gradient of ``dro`` is not 0 where the advantage is 0.)"""
     batch = a_batch(rows=2)
@@ -78,13 +70,6 @@ def test_zeros_can_be_dropped() -> None:
         _, grad = gradient("d3s", batch, actor_config(*values, f"{POLICY_LOSS}.dro_beta=1"))
         assert int((grad != 0).sum()) == kept
         assert (grad[0, :5] != 0).all()
-
-
-def test_masks_of_numbers() -> None:
-    batch = a_batch()
-    kept = math.ceil(0.2 * int(batch["response_mask"].sum()) - 1e-9)
-    batch["response_mask"] = batch["response_mask"].long()
-    assert int((gradient("d3s", batch, actor_config(*options("d3s")))[1] != 0).sum()) == kept
 
 
 @pytest.mark.parametrize(("name", "values"), [("d3s", {}), ("espo", {"vocab_size": 9, "entropy_source": "surprisal"})])

@@ -39,14 +39,6 @@ def test_it_is_the_entry_point_that_does_it(tmp_path: Path) -> None:
     assert "Unknown trainer 'd3s_sync'" in found.stderr
 
 
-@pytest.mark.slow(FIRST)
-@pytest.mark.parametrize("name", ["trainer", "loss"])
-def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
-    found = run(f"import d3s_kernels.integrations.verl.{name}\n{NAMES}", tmp_path)
-    assert found.stdout.split() == MODULES
-    assert "RuntimeWarning" not in found.stderr
-
-
 @pytest.mark.slow("what there is without TransferQueue")
 def test_without_transfer_queue_there_are_the_losses_alone(tmp_path: Path) -> None:
     """verl's V1 trainers cannot be imported then, and no message is shown."""

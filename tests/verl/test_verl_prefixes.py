@@ -107,13 +107,10 @@ def last(weight: Tensor) -> int:
 
 
 CASES: dict[str, tuple[str, ...]] = {
-    "token-mean": (),
     "token-sum": (f"{AGG}=token-sum",),
     "mean of rows": (f"{AGG}=seq-mean-token-mean",),
     "rows divided by a number": (f"{AGG}=seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_scale_factor=9"),
     "rows divided by the width": (f"{AGG}=seq-mean-token-sum-norm",),
-    "sapo": (f"{LOSS}=sapo",),
-    "cispo": (f"{LOSS}=cispo",),
     "dro": (f"{LOSS}=dro", "+actor_rollout_ref.actor.policy_loss.dro_beta=0.5"),
     "a ratio of sequences": (f"{LOSS}=gspo", f"{AGG}=seq-mean-token-mean"),
     "kl_cov": (f"{LOSS}=kl_cov",),
@@ -143,16 +140,14 @@ CORRECTION = "algorithm.rollout_correction"
 REJECTING: dict[str, tuple[str, ...]] = {
     "token_mask": (f"{RULE}=token_mask", f"{D3S}.off_policy_high=1.2"),
     "token_truncate": (f"{RULE}=token_truncate", f"{D3S}.off_policy_high=1.2"),
-    "kpop": (f"{RULE}=kpop", f"{D3S}.off_policy_high=0.02"),
     "verl's": (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.8_1.25"),
 }
 
 
 @pytest.mark.parametrize("name", REJECTING)
-@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
-def test_cuts_after_rejections(queue: None, name: str, agg: str) -> None:
+def test_cuts_after_rejections(queue: None, name: str) -> None:
     """The mask of the remaining tokens does not depend on the cuts, which are among these tokens."""
-    options = f"{AGG}={agg}", WITH_LOG_PROBS, *REJECTING[name]
+    options = f"{AGG}=seq-mean-token-mean", WITH_LOG_PROBS, *REJECTING[name]
     full, ours = Run(*EVERYTHING, *options), Run(PREFIX, *options)
     trusted = {key: row["response_mask"] for key, row in full.rows.items()}
     assert name == "token_truncate" or any((mask[1:] == 0).any() for mask in trusted.values())
@@ -164,11 +159,8 @@ def test_cuts_after_rejections(queue: None, name: str, agg: str) -> None:
         assert ours.lengths["update"][key] == (last(weight) if mask.any() else 1)
 
 
-@pytest.mark.parametrize("options", [(), (f"{AGG}=seq-mean-token-mean",)])
-def test_the_mean_over_all_cuts_is_the_gradient_of_all_tokens(
-    queue: None, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full, found, original = Run(*EVERYTHING, *options, length=5), [], Selection.prefixes
+def test_the_mean_over_all_cuts_is_the_gradient_of_all_tokens(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, found, original = Run(*EVERYTHING, length=5), [], Selection.prefixes
     for first in range(4):
 
         def cut(*arguments: Any, draws: Tensor, first: int = first, **more: Any) -> Any:
@@ -176,7 +168,7 @@ def test_the_mean_over_all_cuts_is_the_gradient_of_all_tokens(
             return original(*arguments, draws=(places + 0.5) / 4, **more)
 
         monkeypatch.setattr(Selection, "prefixes", cut)
-        found.append(Run(PREFIX, *options, length=5))
+        found.append(Run(PREFIX, length=5))
     for key, expected in full.gradients.items():
         assert len({last(run.rows[key]["rollout_is_weights"]) for run in found}) == 4
         mean = torch.stack([run.gradients[key] for run in found]).mean(0)
@@ -199,10 +191,8 @@ def test_outputs_of_a_rollout_have_one_random_number(queue: None) -> None:
         torch.testing.assert_close(row["rollout_is_weights"], weights[key][: last(weights[key])])
 
 
-@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
-def test_tokens_are_ranked_before_the_cuts_alone(queue: None, agg: str) -> None:
-    options = f"{AGG}={agg}", f"{D3S}.token_ratio_start=0.25"
-    full, ours = Run(*EVERYTHING, f"{AGG}={agg}"), Run(COMBINED, *options)
+def test_tokens_are_ranked_before_the_cuts_alone(queue: None) -> None:
+    full, ours = Run(*EVERYTHING), Run(COMBINED, f"{D3S}.token_ratio_start=0.25")
     weights = weights_of(lengths_of(full))
     entropies, scores = ours.trainer.actor_rollout_wg.entropies, []
     for key, weight in weights.items():
@@ -228,7 +218,7 @@ def test_tokens_are_ranked_before_the_cuts_alone(queue: None, agg: str) -> None:
 OTHERS = "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.2"
 
 
-@pytest.mark.parametrize("loss", ["vanilla", "sapo", "gspo"])
+@pytest.mark.parametrize("loss", ["vanilla", "gspo"])
 def test_kl_loss_and_entropy_bonus(queue: None, loss: str) -> None:
     """They have the same weights, with their own denominators; whole rows have them at all tokens."""
     theirs = f"{LOSS}={loss}"
@@ -261,22 +251,6 @@ def test_zeros_can_be_dropped(queue: None) -> None:
     assert all(run.gradients[key].any() for key in ("u0_0_0", "u1_3_0"))
 
 
-def test_verls_metrics_are_of_whole_responses(queue: None) -> None:
-    torch.manual_seed(7)
-    keys = put_rollouts(REWARDS)
-    data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["responses"])
-    lengths = data["responses"].offsets().diff().double()
-    trainer = make_trainer(ALL_ROLLOUTS, ONE_UPDATE, PREFIX)
-    batch, metrics = run_step(trainer, len(REWARDS))
-    trainer._get_n_gpus_for_throughput = lambda: 1
-    timing = dict.fromkeys(("step", "gen", "adv", "old_log_prob", "update_actor"), 1.0)
-    trainer._compute_metrics(batch, metrics, timing, global_steps=1, epoch=0)
-    assert metrics["response_length/mean"] == pytest.approx(float(lengths.mean()))
-    rewards = [reward for group in REWARDS.values() for reward in group]
-    assert metrics["critic/score/mean"] == pytest.approx(sum(rewards) / len(rewards))
-    assert metrics["critic/score/max"] == 1
-
-
 def test_a_row_is_shortened_in_all_of_its_fields() -> None:
     row: dict[str, Any] = {
         "prompts": torch.arange(2), "responses": torch.arange(4), "response_mask": torch.tensor([0, 1, 1, 1]),
@@ -307,6 +281,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[overrides[0] for overrides, _ in REFUSED])
-def test_refused(overrides: list[str], message: str) -> None:
+def test_options_that_do_not_go_with_cuts_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(PREFIX, *overrides)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kept_rows import choose_rows
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -22,7 +21,7 @@ from head_ranks import VOCABULARY, bare_engine
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.protocol import DataProto, pad_dataproto_to_divisor
+from verl.protocol import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
@@ -31,7 +30,7 @@ from verl_world import Workers, compose_config, draw_rewards, make_trainer, put_
 from d3s_kernels.integrations.verl import entropy, head, plugin
 from d3s_kernels.integrations.verl.checks import require_config, require_supports
 from d3s_kernels.integrations.verl.head import FusedLinearForPPO
-from d3s_kernels.integrations.verl.sampling_mask import NOTE, sampling_mask_of
+from d3s_kernels.integrations.verl.sampling_mask import NOTE
 
 PROMPT, RESPONSE, TEMPERATURE = 4, 6, 0.8
 FIELD = "kept_tokens"
@@ -146,44 +145,6 @@ def test_the_engine_computes_over_the_sets(field: str, use_remove_padding: bool)
     assert not results["log_probs"][-1].any(), "a row of padding"
 
 
-def test_without_sets_all_is_as_in_verl() -> None:
-    """Empty sets give what verl's own head gives, at the same places."""
-    batch, sets = make_batch()
-    batch.non_tensor_batch[FIELD][:] = [[[] for _ in of_row] for of_row in sets]
-    mask = batch.batch["response_mask"].bool()
-    table = torch.randn(VOCABULARY, VOCABULARY)
-    for padding in (True, False):
-        ours, verls = (
-            forward(micro_batch_of(batch, use_remove_padding=padding, **notes), table, backend)
-            for backend, notes in (("d3s", {NOTE: FIELD}), ("torch", {}))
-        )
-        for name, value in verls.items():
-            torch.testing.assert_close(ours[name] * mask, value * mask, rtol=0, atol=1e-5)
-
-
-def test_the_sets_stay_with_their_rows() -> None:
-    """Through the choice of rows and all that verl does with a batch, both as lists and as a tensor."""
-    batch, sets = make_batch()
-    advantages, uids = batch.batch["advantages"].sum(1), batch.non_tensor_batch["uid"]
-    chosen, later = (batch.select_idxs(choose_rows(advantages, uids, keep)) for keep in (2, 3))
-    later.reorder(torch.randperm(len(later)))
-    padded, _ = pad_dataproto_to_divisor(DataProto.concat([chosen, later]), 4)
-    assert [len(part) for part in (chosen, later, padded)] == [4, 6, 12]
-    for part in padded.chunk(2):
-        moved = part.batch["row"].tolist()
-        assert list(part.non_tensor_batch[FIELD]) == [sets[row] for row in moved]
-        assert torch.equal(part.batch["padded"], filled([sets[row] for row in moved]))
-        data = micro_batch_of(part)
-        for field in (FIELD, "padded"):
-            kept, mask = sampling_mask_of(data, field)
-            spans, expected = kept.to_lists(), []
-            for row, length in zip(moved, data["input_ids"].offsets().diff().tolist(), strict=True):
-                own = sets[row] if row != len(sets) - 1 else []
-                expected += [[]] * (length - len(own) - 1) + [sorted(kept) for kept in own] + [[]]
-            for of, span, wanted in zip(mask, spans, expected, strict=True):
-                assert not of or sorted(span) == wanted
-
-
 @pytest.mark.parametrize("field", [FIELD, "padded"])
 def test_the_sets_stay_with_their_rows_in_an_update(field: str) -> None:
     """Through verl's shuffled mini-batches and its micro-batches of rows of like length."""
@@ -282,11 +243,6 @@ def test_rollouts_that_are_cut_lose_their_sets_too(queue: None) -> None:
     assert lengths == [len(row["extra_fields"][FIELD]) for row in rows] == [len(row["old_log_probs"]) for row in rows]
     assert sum(lengths) < sum(len(row["responses"]) for row in rows)
     assert all(torch.tensor(loss).isfinite() for loss in trainer.actor_rollout_wg.losses)
-
-
-def test_without_the_option_sets_are_not_read(queue: None) -> None:
-    trainer, _ = a_step(option="+trainer.v1.d3s_sync.rollouts_end=4", sets_of=lambda response: "not sets")
-    assert trainer.actor_rollout_wg.noted == [None, None]
 
 
 def test_a_rollout_without_sets_and_workers_that_do_not_use_them(queue: None) -> None:

@@ -48,15 +48,9 @@ def test_advantages_in_the_batch_travel_with_the_rows() -> None:
     batch = make_batch(advantages=advantages[:, None] + beyond, response_mask=mask.long())
     rows, uids = rows_to_keep(batch, 2), batch.non_tensor_batch["uid"]
     assert rows.tolist() == choose_rows(advantages, uids, 2).tolist()
+    assert [len(rows_to_keep(batch, 2, multiple)) for multiple in (1, 4, 12)] == [6, 8, 12]
     kept = batch.select_idxs(rows)
     assert kept.batch["row"].flatten().tolist() == rows.tolist()
     assert kept.non_tensor_batch["uid"].tolist() == [uids[row] for row in rows]
     for row, mask_of, values in zip(rows, kept.batch["response_mask"], kept.batch["advantages"], strict=True):
         assert (values[mask_of.bool()] == advantages[row]).all()
-
-
-def test_rounded_up_to_a_multiple() -> None:
-    batch = make_batch(advantages=torch.randn(12, 1).expand(12, 5), response_mask=torch.ones(12, 5).long())
-    assert [len(rows_to_keep(batch, 2, multiple)) for multiple in (1, 4, 12)] == [6, 8, 12]
-    with pytest.raises(ValueError, match="multiple_of: got 16"):
-        rows_to_keep(batch, 2, 16)

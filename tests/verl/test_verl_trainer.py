@@ -96,8 +96,7 @@ def test_verl_is_told_sync_where_it_looks_for_that_word() -> None:
     assert trainer.config.trainer.v1.trainer_mode == "d3s_sync", "what is logged is what was asked for"
 
 
-@pytest.mark.parametrize("scope", ["batch", "group"])
-@pytest.mark.parametrize("loss", ["vanilla", "gspo"])
+@pytest.mark.parametrize(("scope", "loss"), [("batch", "vanilla"), ("group", "gspo")])
 def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: str, loss: str) -> None:
     rewards = draw_rewards()
     everything = put_rollouts(rewards)
@@ -145,11 +144,7 @@ def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: st
     assert metrics["d3s/threshold"] == pytest.approx(float(scores.min()), abs=1e-5)
 
 
-ROLLOUT_RULES = ["highest", "largest_abs", "percentile", "random"]
-TOKEN_RULES = ["entropy", "advantage", "random", "entropy_quantile"]
-
-
-@pytest.mark.parametrize(("rollout_rule", "token_rule"), list(zip(ROLLOUT_RULES, TOKEN_RULES, strict=True)))
+@pytest.mark.parametrize(("rollout_rule", "token_rule"), [("highest", "entropy_quantile"), ("random", "random")])
 def test_every_rule_from_a_line(queue: None, rollout_rule: Any, token_rule: Any) -> None:
     """A step keeps what the library's functions keep of the same numbers; "random" has a seed for each step."""
     rewards, step, seed = draw_rewards(), 3, 41
@@ -194,15 +189,6 @@ def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
     assert_gradient_on(trainer, masks)
     workers = trainer.actor_rollout_wg
     assert workers.denominators == [sum(len(masks[key]) - 1 for key in keys) for keys in workers.updates]
-
-
-def test_tokens_of_each_sequence(queue: None) -> None:
-    overrides = f"{D3S}.rollouts_start=1", f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25"
-    # Ten of the tokens are the model's; equal lengths are not nested in storage.
-    trainer, batch, _ = a_step(draw_rewards(), *overrides, length=11)
-    for key, row in rows_of(batch, "response_mask").items():
-        best = trainer.actor_rollout_wg.entropies[key][1:].topk(3).indices + 1
-        assert row["response_mask"].nonzero().flatten().tolist() == sorted(best.tolist())
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -265,7 +251,7 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
         tq.kv_clear(keys=batch.keys, partition_id="train")
 
 
-@pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (10, 4, 0.28), (11, 4, 0.3)])
+@pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (11, 4, 0.3)])
 def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, rollouts: int, ratio: float) -> None:
     ends = "rollouts_start=2", "rollouts_end=4", "token_ratio_start=0.1", "token_ratio_end=0.3"
     _, batch, metrics = a_step(draw_rewards(), *(f"{D3S}.{end}" for end in ends), step=step, steps=11)
@@ -319,6 +305,9 @@ def test_rewards_from_a_colocated_model(queue: None) -> None:
 
 
 def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
+    with pytest.raises(ValueError, match="rm_scores: got no finite reward in 8 rollouts"):
+        a_step({"u0": [math.nan] * 4, "u1": [math.nan] * 4})
+    tq.kv_clear(keys=[f"u{group}_{session}_0" for group in range(2) for session in range(4)], partition_id="train")
     rewards = draw_rewards()
     rewards["u1"][2] = rewards["u3"][0] = math.nan
     rewards["u5"] = [math.nan] * 4
@@ -333,37 +322,17 @@ def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
     assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
 
 
-@pytest.mark.parametrize("scope", ["batch", "group"])
-def test_rows_in_any_order_of_groups_of_any_size(queue: None, scope: str) -> None:
+def test_rows_in_any_order_of_groups_of_any_size(queue: None) -> None:
     rewards = {f"u{group}": torch.rand(size).tolist() for group, size in enumerate((2, 4, 3, 1))}
     values, uids, keys = flat(rewards)
     put_rollouts(rewards)
     shuffled = [keys[row] for row in torch.randperm(len(keys))]
     batch = KVBatchMeta(keys=shuffled, tags=[{} for _ in shuffled], partition_id="train")
-    trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.rollout_scope={scope}")
-    kept, expected = trainer._keep_rollouts(batch, {}), expected_keys(rewards, 2, scope)
+    trainer = make_trainer(f"{D3S}.rollouts_start=2")
+    kept, expected = trainer._keep_rollouts(batch, {}), expected_keys(rewards, 2)
     assert kept.keys == [key for key in shuffled if key in expected]
     advantages = dict(zip(keys, rollout_advantages(values, uids).tolist(), strict=True))
     assert trainer._advantages == {key: advantages[key] for key in expected}
-
-
-def test_no_reward_at_all(queue: None) -> None:
-    with pytest.raises(ValueError, match="rm_scores: got no finite reward in 8 rollouts"):
-        a_step({"u0": [math.nan] * 4, "u1": [math.nan] * 4})
-
-
-@pytest.mark.parametrize("drop", ["true", "false"])
-def test_groups_without_a_spread(queue: None, drop: str) -> None:
-    """There is nothing to choose by: there is no gradient, and no division by 0."""
-    rewards = {f"u{group}": [1.0] * 4 for group in range(6)}
-    trainer, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros={drop}")
-    assert metrics["d3s/groups_without_spread"] == 1
-    assert metrics["d3s/rollouts_kept"] == 12
-    workers = trainer.actor_rollout_wg
-    assert not any(workers.tokens_with_gradient(key).any() for key in batch.keys)
-    if drop == "true":  # the masks are unchanged
-        assert workers.losses == [0.0] * 4
-        assert all(row["response_mask"][1:].all() for row in rows_of(batch, "response_mask").values())
 
 
 def test_zeros_can_be_dropped(queue: None) -> None:
@@ -373,6 +342,26 @@ def test_zeros_can_be_dropped(queue: None) -> None:
     _, batch, _ = a_step(rewards, *overrides)
     for key, row in rows_of(batch, "response_mask").items():
         assert row["response_mask"][1:].bool().unique().tolist() == [key.startswith("u3")]
+
+
+def test_groups_with_a_share_of_the_variance(queue: None) -> None:
+    """Two groups of six vary most, and keep half of their rollouts."""
+    rewards = {f"u{group}": [0.0, 0.0, 1.0, 1.0 if group in (1, 4) else 0.0] for group in range(6)}
+    _, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.group_variance_mass=0.4")
+    assert {key.split("_")[0] for key in batch.keys} == {"u1", "u4"}
+    assert metrics["d3s/rollouts_kept"] == 4
+    assert metrics["d3s/groups_kept"] == pytest.approx(1 / 3)
+
+
+def test_where_no_group_has_a_spread_there_is_no_gradient_and_no_division_by_0(queue: None) -> None:
+    rewards = {f"u{group}": [1.0] * 4 for group in range(6)}
+    trainer, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros=true")
+    assert metrics["d3s/groups_without_spread"] == 1
+    assert metrics["d3s/rollouts_kept"] == 12
+    workers = trainer.actor_rollout_wg
+    assert not any(workers.tokens_with_gradient(key).any() for key in batch.keys)
+    assert workers.losses == [0.0] * 4  # the masks are unchanged
+    assert all(row["response_mask"][1:].all() for row in rows_of(batch, "response_mask").values())
 
 
 def test_verls_metrics_of_the_step(queue: None) -> None:
@@ -401,7 +390,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[overrides[0] for overrides, _ in REFUSED])
-def test_refused(overrides: list[str], message: str) -> None:
+def test_options_of_verl_that_a_selection_cannot_follow_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(*overrides)
 
@@ -449,12 +438,3 @@ def test_shared_tokens_get_no_gradient(queue: None, denominator: str, outputs: i
     assert metrics["d3s/shared_share"] == pytest.approx(marked / total)
     assert 0 < marked < total
     assert sum(trainer.actor_rollout_wg.denominators) == (total - marked if denominator == "kept" else total)
-
-
-def test_groups_with_a_share_of_the_variance(queue: None) -> None:
-    """Two groups of six vary most, and keep half of their rollouts."""
-    rewards = {f"u{group}": [0.0, 0.0, 1.0, 1.0 if group in (1, 4) else 0.0] for group in range(6)}
-    _, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.group_variance_mass=0.4")
-    assert {key.split("_")[0] for key in batch.keys} == {"u1", "u4"}
-    assert metrics["d3s/rollouts_kept"] == 4
-    assert metrics["d3s/groups_kept"] == pytest.approx(1 / 3)

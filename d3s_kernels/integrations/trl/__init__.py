@@ -18,7 +18,7 @@ if (_wrong := untested("trl", trl.__version__, "1.15", "1.17", "tests/trainers")
 
 from ..._lm_head.own_logits import UnsupportedHead
 from .config import D3SConfig
-from .scoring import UnknownTRL
+from .step import UnknownTRL
 from .trainer import D3STrainer
 
 if TYPE_CHECKING:

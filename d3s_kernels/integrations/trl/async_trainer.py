@@ -36,7 +36,7 @@ from .async_config import D3SAsyncGRPOConfig
 from .async_window import Rollout, RolloutWindow
 from .counts import CountsTokens
 from .head import HostNumber, OurHead, check_head, d3s_head, updates_alone
-from .scoring import UnknownTRL
+from .step import UnknownTRL
 
 OVERSIZE = "batch/dropped_oversize_total"  # TRL's counter of the samples that are longer than token_budget
 WEIGHT, TOKENS, GROUPS_DONE = "d3s_weight", "d3s_tokens", "d3s_groups_done"  # fields of a micro-batch
@@ -93,7 +93,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     args: D3SAsyncGRPOConfig
     rollout_queue: Any
     _groups_done = 0  # how many groups were trained on, or dropped as a whole, when the data were taken
-    _loss_was_ours = False  # whether TRL's loss of this step read our log-probabilities
+    _losses = 0  # how many of TRL's losses have read our log-probabilities
 
     def __init__(
         self, model: str, reward_funcs: Any = None, args: D3SAsyncGRPOConfig | None = None, *more: Any, **options: Any
@@ -231,9 +231,9 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     # ---- loss -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        self._loss_was_ours = False
+        before = self._losses
         loss: Tensor = super().training_step(*arguments, **options)
-        if not self._loss_was_ours:
+        if self._losses == before:
             raise UnknownTRL("training_step: no token was selected. D3SAsyncGRPOTrainer.compute_loss was not called")
         return loss
 
@@ -276,13 +276,13 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         else:  # TRL divides by the number of terms, which are those before the cuts
             factor = terms.inputs["global_n_tokens"][0] / terms.inputs[TOKENS][0]
         with_gradient = torch.zeros_like(outputs.log_probs, dtype=torch.int32).flatten()
-        head.kept = HostNumber((with_gradient.index_add(0, terms.positions, kept.int()) > 0).sum())
+        head.kept.number = HostNumber((with_gradient.index_add(0, terms.positions, kept.int()) > 0).sum())
         if logprob.requires_grad:
             logprob.register_hook(only_through(kept, weight * factor))
         if rule != "none":  # where TRL's ratio is not to be that to the generator, it is 1, and has the gradient of 1
             as_one = terms["old_log_probs"].nan_to_num() + torch.where(trusted.mask, logprob - constant, 0.0)
             logprob = torch.where(trusted.mask & (not weighs(rule)), logprob, as_one)
-        self._loss_was_ours = True
+        self._losses += 1
         return SimpleNamespace(log_probs=logprob, entropy=entropy, aux_loss=outputs.aux_loss)
 
     def _count(self, name: str, numbers: Tensor) -> None:

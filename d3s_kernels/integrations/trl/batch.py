@@ -136,3 +136,9 @@ def concatenated(parts: list[Batch]) -> Batch:
         {name: together([part[name] for part in by_rollout]) for name in by_rollout[0]}
     )
     return merged
+
+
+def both_sides(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns the ids of prompts with their completions, and their attention mask."""
+    ids, mask = (torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask"))
+    return ids, mask

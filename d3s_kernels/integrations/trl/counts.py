@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...selection.metrics import OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
+from ...selection.metrics import LARGEST, OFF_POLICY_SHARE, token_metrics, token_sums, token_weights
 
 
 class CountsTokens:
@@ -77,3 +78,29 @@ class CountsTokens:
                 f"{self._wider_bounds}",
                 stacklevel=2,
             )
+
+
+def means(metrics: dict[str, list[Any]], weights: dict[str, list[Any]]) -> dict[str, float]:
+    """Returns each metric's mean over micro-batches, by ``weights`` if it has any. There is one host sync for all of
+    them. A metric without a known value is left out.
+    """
+    names = list(metrics)
+    lists = _on_host([*metrics.values(), *(weights.get(name, []) for name in names)])
+    found = {}
+    for name, values, own in zip(names, lists, lists[len(names) :], strict=False):
+        # Other code may have changed the list, which is TRL's. Then the weights belong to other values. If all weights
+        # are 0, TRL's own metrics are 0.
+        pairs = zip(values, own if len(own) == len(values) and any(own) else [1] * len(values), strict=True)
+        # NaN is a mean over nothing. TRL's "entropy" is NaN if no token's entropy is known.
+        if known := [(value, weight) for value, weight in pairs if not math.isnan(value)]:
+            total = sum(weight for _, weight in known) or 1
+            mean = sum(value * weight for value, weight in known) / total
+            found[name] = max(values) if name == LARGEST else mean
+    return found
+
+
+def _on_host(lists: list[list[Any]]) -> list[list[float]]:
+    """Returns the lists with a number in place of each 0-d tensor. There is one host sync for all of them."""
+    waiting = [value.double() for values in lists for value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(waiting).tolist())
+    return [[next(numbers) if isinstance(value, Tensor) else value for value in values] for values in lists]

@@ -11,8 +11,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import trl.trainer.utils as trl_utils
@@ -71,12 +71,19 @@ class HostNumber:
 
 
 @dataclass(eq=False)
+class RowsWithGradient:
+    """The number of rows that have a gradient. It is known only after the forward; until then it is None."""
+
+    number: HostNumber | None = None
+
+
+@dataclass(eq=False)
 class OurHead:
-    """Our LM head. It replaces TRL's ``ChunkedLogProbFunction`` during one call of TRL's scoring method."""
+    """Our LM head. It replaces TRL's ``ChunkedLogProbFunction`` during one forward of a model."""
 
     model_head: ModelHead | None = None  # the scored model's head, to check TRL's scale and cap; None: no check
     adds_to_gradients: bool = False  # whether the backward may add to ``weight.grad`` directly
-    kept: HostNumber | None = None  # the number of tokens with a gradient; None: unknown
+    kept: RowsWithGradient = field(default_factory=RowsWithGradient)
     sets: tuple[Tensor, Tensor] | None = None  # the sets of one forward's tokens, and the mask of labelled tokens
     logits_dtype: LogitsDtype = "float32"  # the option; TRL's own head rounds logits as "auto" does
 
@@ -141,7 +148,7 @@ class OurHead:
         parameter = weight if self.adds_to_gradients and weight.is_leaf else None
         return AtBackward(
             lambda: None if parameter is None else _gradient_to_add_to(parameter, dtype),
-            lambda: None if self.kept is None else self.kept.value(),
+            lambda: None if self.kept.number is None else self.kept.number.value(),
         )
 
 
@@ -162,28 +169,45 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     return weight.grad if usable else None
 
 
-class OverSets:
-    """A wrapper of TRL's model. It gives the head the sets that the scored tokens were drawn from.
-
-    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. ``sets``,
-    int32 ``[rows, tokens, width]``, has the sets for all rows of the batch and for the last ``tokens`` columns of the
-    labels.
+class OverSets(NamedTuple):
+    """A model for our override of TRL's scoring method: the scores are over the sets that the tokens were drawn from.
+    ``sets``, int32 ``[rows, tokens, width]``, has the sets for all rows, and for the last ``tokens`` columns.
     """
 
-    def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
-        self.model, self.sets, self._begin = model, sets, 0
-
-    def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
-        sets = self.sets[self._begin : self._begin + len(labels)]
-        self._begin += len(labels)
-        head: OurHead = trl_utils._ChunkedLogProbFunction
-        head.sets = sets.flatten(0, 1), (labels[:, -sets.shape[1] :] != -100).flatten()
-        return self.model(labels=labels, **inputs)
+    model: Any
+    sets: Tensor
 
 
-def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
+def over_sets(model: Any, sets: Tensor | None) -> Any:
     """Returns a model whose scores are over ``sets``, or ``model`` itself if ``sets`` is None."""
     return model if sets is None else OverSets(model, sets)
+
+
+class ScoredModel:
+    """A model for TRL's own scoring method, which calls it with consecutive chunks of a batch's rows, and with labels
+    at the tokens to score. Our head computes the scores.
+
+    ``sets`` is as in :class:`OverSets`. Labels that ``needed``, bool ``[rows, tokens]``, does not mark are removed, so
+    that the head does not compute these tokens.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], head: OurHead, sets: Tensor | None = None, needed: Tensor | None = None
+    ) -> None:
+        self._model, self._head, self._sets, self._needed, self._begin = model, head, sets, needed, 0
+
+    def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
+        rows, head = slice(self._begin, self._begin + len(labels)), self._head
+        self._begin = rows.stop
+        if self._needed is not None:
+            needed = self._needed[rows]
+            labels = labels.clone()
+            labels[:, -needed.shape[1] :].masked_fill_(~needed, -100)
+        if self._sets is not None:
+            sets = self._sets[rows]
+            head = replace(head, sets=(sets.flatten(0, 1), (labels[:, -sets.shape[1] :] != -100).flatten()))
+        with d3s_head(head):
+            return self._model(labels=labels, **inputs)
 
 
 def _why_not(

@@ -48,8 +48,10 @@ class PageOfBatch:
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
         """Adds a micro-batch's kept tokens and its entropies, which are NaN where they are not known. Returns whether
-        this was the process's last micro-batch.
+        this was the process's last micro-batch. Further ones, which train on the same rollouts again, are not added.
         """
+        if self._awaited == 0:
+            return False
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
             self._rollouts.add_trained(place, kept[row].clone(), entropy[row].clone(), advantages[row])
