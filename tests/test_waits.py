@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d3s_kernels import _torch
-from d3s_kernels._arguments.bundles import NumberOrTensor, SamplingArguments
+from d3s_kernels._arguments.bundles import GradientArguments, NumberOrTensor, SamplingArguments
+from d3s_kernels._dispatch import backends, over_supports
 from d3s_kernels._lm_head import backward, forward
 from d3s_kernels._lm_head.problem import WHOLE, HeadProblem, Shard
 from d3s_kernels.distributed import rollouts, tokens
@@ -186,6 +187,22 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
             wanted = backward.Wanted(True, True, False)
             backward.backward(problem, incoming, wanted, None if into is None else into(50, 16))
         assert (in_forward, mode.waits) == ((0, 0) if bound else (int(masked or spans), 1)), bound
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["kernels that skip rows", "plain PyTorch"])
+@pytest.mark.parametrize("bound", [None, 0, 3])
+def test_rows_over_supports(bound: int | None, packs: bool) -> None:
+    """Without a bound plain PyTorch, which packs dense rows, asks once in the forward, and once in the backward."""
+    with watched() as mode, patch.object(backends, "reads_masked_rows", lambda device: packs):
+        sampling = SamplingArguments(gpu(20, dtype=torch.int32), gpu(9, dtype=torch.int64), True, bound)
+        logits, labels, mask = gpu(2, 4, 50), gpu(2, 4, dtype=torch.int64), gpu(2, 4, dtype=torch.bool)
+        heat = NumberOrTensor(1.0, gpu(2, 4))
+        *results, dense = over_supports._statistics(logits, labels, sampling, heat, mask)
+        in_forward, mode.waits = mode.waits, 0
+        given = GradientArguments(gpu(2, 4), gpu(2, 4), logits, labels, *results[1:])
+        over_supports._gradient(given, dense, sampling, heat, mask)
+    asks = int(packs and bound is None)
+    assert (in_forward, mode.waits) == (asks, asks)
 
 
 @pytest.mark.parametrize("placement", ["pieces", "global"])

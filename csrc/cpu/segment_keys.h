@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../core/cut.h"
 #include "../ops/topk_mask.h"
 #include "../torch_abi.h"
 #include "order_key_loops.h"
@@ -98,18 +99,8 @@ struct SegmentKeys {
   }
 };
 
-// Tells which keys of a segment are kept: all keys above `key`, and the first `ties` of the keys equal to `key`. If
-// `all_ties` is true, all keys that are at least `key` are kept.
-struct Cut {
-  uint32_t key;
-  int64_t ties;
-  bool all_ties;
-};
-
-struct Kept {
-  int64_t zeros = 0;             // how many of the k largest keys are dropped because their score is 0
-  uint32_t lowest = UINT32_MAX;  // the lowest key that is kept
-};
+using Cut = CutOf<int64_t>;
+using Kept = KeptOf<int64_t>;
 
 inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, const Quota& quota, bool* mask) {
   const OrderKeyLoops& loops = *keys.loops;

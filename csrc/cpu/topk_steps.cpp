@@ -117,7 +117,7 @@ void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const i
   for_segments(keys, [&](int64_t segment) {
     const SegmentKeys own = stored_keys(keys, segment);
     bool* mask = outputs.mask + keys.segments.begin(segment);
-    Kept kept;
+    Kept kept = {0, UINT32_MAX};
     if (searches[segment].k > 0)
       kept =
           write_mask(own, {static_cast<uint32_t>(searches[segment].prefix), std::max<int64_t>(0, ties[segment]), false},

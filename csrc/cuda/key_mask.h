@@ -2,23 +2,14 @@
 // equal the k-th largest key are called ties. Of the ties, only the first are kept, as many as needed.
 #pragma once
 
+#include "../core/cut.h"
 #include "key_search.h"
 #include "vectors.h"
 
 namespace d3s {
 
-// Decides which keys of a segment are kept: all keys above `key`, and either all ties or the first `ties` ties.
-struct Cut {
-  uint32_t key;
-  int ties;
-  bool all_ties;
-};
-
-// The result of writing a mask: how many zeros among the k largest scores are dropped, and the lowest kept key.
-struct Kept {
-  uint32_t zeros;
-  uint32_t lowest;
-};
+using Cut = CutOf<int>;
+using Kept = KeptOf<uint32_t>;
 
 // Returns the cut after a search. If all keys with the digits found so far are kept, the key of the cut is the lowest
 // possible key with these digits. If no key is kept, the key of the cut is above all keys.

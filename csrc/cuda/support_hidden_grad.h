@@ -1,5 +1,5 @@
-// support_hidden_grad_: computes the gradient of each hidden state. This gradient is a sum with one term for each kept
-// token of the row: the gradient of the token's logit, times the token's row of the weight.
+// support_hidden_grad_: computes the gradient of each hidden state. This gradient is a sum with one term for each token
+// of the row's set: the gradient of the token's logit, times the token's row of the weight.
 #pragma once
 
 #include "support_sums.h"

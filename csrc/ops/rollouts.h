@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "../core/float_bits.h"
+#include "../core/quota.h"
 #include "../core/segments.h"
 #include "device.h"
-#include "keep.h"
 
 namespace d3s {
 

@@ -8,7 +8,6 @@
 #include "../core/quota.h"
 #include "../core/segments.h"
 #include "device.h"
-#include "keep.h"
 
 namespace d3s {
 
@@ -24,30 +23,6 @@ struct Scores {
   const float* advantages = nullptr;
   Segments sequences;  // used if there is one advantage for each sequence
   const bool* mask = nullptr;
-};
-
-// How many values to keep: a fixed number, or a share of the values that are present.
-struct Quota {
-  bool is_number = false;
-  Keep number;
-  double ratio = 0;
-  double slack = kDoubleSlack;
-  bool drop_zeros = false;         // if true, zeros among the values to keep are dropped
-  const float* ratio32 = nullptr;  // if set, kernels read the ratio here, on the device
-  const double* ratio64 = nullptr;
-
-  D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
-
-  // Returns how many of `present` values are kept. A ratio on the device may be unchecked: if it is not in (0, 1],
-  // nothing is kept.
-  D3S_HOST_DEVICE int64_t of(int64_t present) const {
-    if (is_number) {
-      const int64_t wanted = number.of(present);
-      return wanted < present ? wanted : present;
-    }
-    const double share = value();
-    return share > 0 && share <= 1 && present > 0 ? keep_from_ratio(share, present, slack) : 0;
-  }
 };
 
 struct SelectionOutputs {

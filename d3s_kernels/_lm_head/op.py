@@ -190,26 +190,6 @@ class _AsksAtBackward(torch.autograd.Function):
 # ---- vocab_parallel_logprob_entropy ---------------------------------------------------------------------------------
 
 
-def _of_shard(
-    logits: Tensor,
-    labels: Tensor,
-    first_token: int,
-    group_name: str,
-    temperature: NumberOrTensor,
-    mask: Tensor | None,
-    merge_: Callable[..., Any],
-) -> tuple[Tensor, ...]:
-    """Computes the results from the states of all shards. ``merge_`` adds the logits of this shard to a state."""
-    shape = logits.shape[:-1]
-    state = no_logits(shape.numel(), logits)
-    merge_(state)
-    temperature = temperature.map_rows(lambda each: each.reshape(-1))
-    rows_of_mask = None if mask is None else mask.reshape(-1)
-    shard = Shard.of(first_token, group_name)
-    outputs = finished(shard, state, labels.reshape(-1), rows_of_mask, temperature)
-    return tuple(output.view(shape) for output in outputs)
-
-
 def _vocab_parallel_kernel(
     logits: Tensor,
     labels: Tensor,
@@ -218,10 +198,9 @@ def _vocab_parallel_kernel(
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    def merge_(state: Tensor) -> None:
-        _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask)
-
-    return _of_shard(logits, labels, first_token, group_name, temperature, mask, merge_)
+    state = no_logits(labels.numel(), logits)
+    _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask)
+    return _of_states(state, labels, Shard.of(first_token, group_name), temperature, mask)
 
 
 def _vocab_parallel_support_kernel(
@@ -233,13 +212,18 @@ def _vocab_parallel_support_kernel(
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    dense = logits.new_empty(0)
+    state = no_logits(labels.numel(), logits)
+    dense = merge_tile_(state, logits, labels, Tile(first_token), temperature, mask, sampling_mask)
+    return *_of_states(state, labels, Shard.of(first_token, group_name), temperature, mask), dense
 
-    def merge_(state: Tensor) -> None:
-        nonlocal dense
-        dense = merge_tile_(state, logits, labels, Tile(first_token), temperature, mask, sampling_mask)
 
-    return *_of_shard(logits, labels, first_token, group_name, temperature, mask, merge_), dense
+def _of_states(
+    state: Tensor, labels: Tensor, shard: Shard, temperature: NumberOrTensor, mask: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Computes the results of rows from the states of all shards."""
+    temperature = temperature.map_rows(lambda each: each.reshape(-1))
+    outputs = finished(shard, state, labels.reshape(-1), None if mask is None else mask.reshape(-1), temperature)
+    return tuple(output.view(labels.shape) for output in outputs)
 
 
 _OF_SHARD = "Tensor logits, Tensor labels, SymInt first_token, str group_name, "

@@ -117,7 +117,7 @@ class HeadProblem(NamedTuple):
         self._check_rows()
         self._check_labels()
         self._check_numbers()
-        self._check_spans()
+        self._check_supports()
 
     def _tokens(self) -> int | None:
         """Returns the size of the vocabulary, or None for a shard, since one rank does not know the size."""
@@ -188,7 +188,7 @@ class HeadProblem(NamedTuple):
         if room is not None and room <= 0:
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
-    def _check_spans(self) -> None:
+    def _check_supports(self) -> None:
         """Checks the sampling mask with the checks of an op that takes logits. The op gets one uninitialised row of
         logits, expanded to all rows.
         """

@@ -4,8 +4,8 @@ and ``_segments``.
 Each kernel computes the op of ``csrc/library.cpp`` with the same name. Some arguments of the op, such as
 ``temperature`` and ``temperature_tensor``, are combined into one argument of the kernel (``_arguments/bundles.py``).
 Arguments are checked before a kernel runs. Only the values of tensors on a GPU are not checked: as in the CUDA kernels,
-an invalid value gives NaN or selects nothing. Only a sampling mask without ``max_dense_rows`` causes a host sync. The
-result for a row or a segment is bitwise equal in every batch.
+an invalid value gives NaN or selects nothing. No kernel causes a host sync. The result for a row or a segment is
+bitwise equal in every batch.
 """
 
 from importlib import import_module

@@ -10,11 +10,11 @@
 
 #include "../../csrc/core/order_key.h"
 #include "../../csrc/core/softmax_state.h"
-#include "../../csrc/cpu/support_product_loops.h"
 #include "../../csrc/cpu/order_key_loops.h"
 #include "../../csrc/cpu/ratio_loops.h"
 #include "../../csrc/cpu/simd_level.h"
 #include "../../csrc/cpu/softmax_rows.h"
+#include "../../csrc/cpu/support_product_loops.h"
 #include "../../csrc/cpu/wide_product.h"
 #include "check.h"
 

@@ -570,7 +570,7 @@ def test_values_that_nobody_checked(check: Callable[..., None]) -> None:
 
 def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host does not check the values of spans, as on a GPU."""
-    monkeypatch.setattr(HeadProblem, "_check_spans", lambda problem: None)
+    monkeypatch.setattr(HeadProblem, "_check_supports", lambda problem: None)
     spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9]]
     labels = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2])
     ids = torch.tensor([*itertools.chain(*spans)], dtype=torch.int32)
@@ -606,6 +606,16 @@ def test_long_spans_beside_short_ones(longest: int) -> None:
     assert_gradient(*slopes)
     some = d3s.logprob_entropy(logits[rows], labels[rows], sampling_mask=mask.index_select(rows))
     assert_same(some, (all_rows[rows] for all_rows in found))
+
+
+def test_a_bound_counts_the_dense_rows_of_all_threads() -> None:
+    lengths = torch.randint(2, (3000,)).index_fill_(0, torch.arange(100), 1)
+    offsets, ids = torch.tensor([0, *itertools.accumulate(lengths.tolist())]), torch.zeros(3000, dtype=torch.int32)
+    count = int((lengths == 0).sum())
+    for bound in (count, count - 1, None):
+        dense, exceeded = OP.support_rows(torch.empty(3000, 1), ids, offsets, bound)
+        assert torch.equal(dense, lengths == 0)
+        assert exceeded.tolist() == [bound == count - 1]
 
 
 # With the last two lists of offsets, some stretches of the first row belong to no row.
