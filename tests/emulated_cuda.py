@@ -9,7 +9,11 @@ import os
 import torch
 from cases.coverage import replaced, require_all, served_by
 
-from d3s_kernels._dispatch import backends, faults, ops  # imported first: it loads the CPU kernels, which are then replaced
+from d3s_kernels._dispatch import (  # imported first: it loads the CPU kernels, which are then replaced
+    backends,
+    faults,
+    ops,
+)
 
 # New memory is filled with NaN and the largest integers, so that a kernel that reads what none has written shows.
 # This function imports no compiler, as torch.use_deterministic_algorithms does.

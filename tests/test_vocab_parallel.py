@@ -92,8 +92,6 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
     for seed in seeds:
         draw = Draw(seed)
         given = FUNCTIONS[name].draw(draw)
-        if given.get("sampling_mask") is not None and "max_grad_rows" in given:
-            given["max_grad_rows"] = given["labels"].numel()  # a bound is exceeded only where no row has a span
         vocabulary = given["logits"].shape[-1] if "logits" in given else len(given["weight"])
         edges = [0, *accumulate(draw.parts(vocabulary, ranks.size))]
         sharded = shard_of(ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())

@@ -113,7 +113,7 @@ void sum_for_rows(const SupportGradient& gradient, const Matrix& weight, const S
       };
       for (int64_t row = first; row < last; ++row) {
         const int64_t begin = supports.begin(row), end = supports.end(row);
-        if (begin == end) continue;
+        if (begin == end && !undefined[row]) continue;
         std::fill(sum.begin(), sum.end(), undefined[row] ? NAN : 0.f);
         for (int64_t place = begin; place < end; ++place) {
           if (place + 1 < end && gradient.has(place + 1, supports.count, weight.rows))

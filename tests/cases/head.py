@@ -169,7 +169,7 @@ def _places(draw: Draw) -> Arguments:
         "tokens": torch.randint(few, rows.shape, generator=generator).int(),
         "offsets": torch.tensor([0, *accumulate(counts.tolist())], dtype=draw.choice((torch.int64, torch.int32))),
         "grad": torch.randn(rows.shape, generator=generator),
-        "undefined": (torch.rand(counts.shape, generator=generator) < 0.2) & (counts > 0),
+        "undefined": torch.rand(counts.shape, generator=generator) < 0.2,
         "out": draw.normal(generator, draw.choice((dtype, torch.float32)), len(counts), width),
     }
 
