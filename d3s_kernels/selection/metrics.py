@@ -63,7 +63,7 @@ SAMPLING_NAMES = {
     "d3s/set_mass": "mean probability of a token's support before other ids were left out; NaN if not recorded",
     "d3s/set_head_flops_saved": "share of the LM head's FLOPs that supports save: 1 - computed columns / all columns",
 }
-"""Every metric of the sets of a sampling mask, and its meaning."""
+"""Every metric of the supports of a sampling mask, and its meaning."""
 
 
 def rollout_metrics(
@@ -283,11 +283,11 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
 
 
 def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor]:
-    """Returns the metrics of the sets, from the sums of :func:`set_sums`. A mean over no tokens is NaN. If the
-    probabilities of the sets were not recorded, their mean is NaN too.
+    """Returns the metrics of the supports, from the sums of :func:`set_sums`. A mean over no tokens is NaN. If the
+    probabilities of the supports were not recorded, their mean is NaN too.
 
-    For each token, a head that is called with a sampling mask computes only the columns of the token's set, in the
-    forward and in the backward; if the set has one token, the head computes no column. Without a sampling mask, the
+    For each token, a head that is called with a sampling mask computes only the columns of the token's support, in the
+    forward and in the backward; if the support has one id, the head computes no column. Without a sampling mask, the
     head would compute ``vocabulary`` columns. If your head is called without a sampling mask, pass no ``vocabulary``:
     the metric of the saved FLOPs is then left out.
     """
