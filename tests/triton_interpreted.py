@@ -378,3 +378,11 @@ def test_splits_that_are_equal_up_to_rounding() -> None:
     for values in (rewards, rewards * 0.1, rewards / 4 + 3333333.25):
         for k in range(2, 13) if EVERYTHING else (2, 7, 12):
             assert values[d3s.max_variance_select(values, k)].gt(values.min()).sum() == k // 2
+
+
+def test_infinite_rewards_are_not_chosen() -> None:
+    values = torch.tensor([[1.0, INF, 3.0, -INF, 2.0, NAN], [INF, INF, -1.0, 0.0, 5.0, 5.0]])
+    for keep in (2, 3):
+        kept = d3s.max_variance_select(values, keep)
+        assert_identical(kept, reference.max_variance_select(values, keep))
+        assert values[kept].isfinite().all()
