@@ -6,7 +6,7 @@ itself is under test, a step is compared with its own code, which proves nothing
 consist of the steps with ``reference.py``:
 
     states, finish, backward      test_softmax_state.py, test_logprob_entropy.py, test_head.py
-    ops for only kept tokens      test_sampling_masks.py, test_sampling_masks_head.py
+    ops over supports             test_sampling_masks.py, test_sampling_masks_head.py
     steps of a top-K search       test_topk_steps.py, test_across_ranks.py
     importance_ratio_backward     the gradient of importance_ratio
 """
