@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 import subprocess
@@ -117,5 +116,6 @@ def test_the_notes_name_modules_that_are_there() -> None:
     assert cells
     for old, new in (map(re.compile(r"`([\w.]+)`").findall, row) for row in cells):
         for before, now in zip(old, new, strict=True):
-            importlib.import_module(f"d3s_kernels.{now}")
-            assert not (ROOT / "d3s_kernels" / f"{before.replace('.', '/')}.py").exists()
+            there, gone = (ROOT / "d3s_kernels" / name.replace(".", "/") for name in (now, before))
+            assert there.is_dir() or there.with_suffix(".py").exists()
+            assert not gone.with_suffix(".py").exists()
