@@ -157,11 +157,13 @@ def merge_tile_(
     packed = DenseRows(marked, bound).packed(logits) if sampling_mask.may_be_dense else ()
     if packed is None:
         _op.softmax_state_.default(state, logits, labels, *tile, *temperature, marked)
-    for row, part, to in packed or ():
-        of_rows = state.index_select(0, row)
-        _op.softmax_state_.default(of_rows, part, _picked(labels, row), *tile, *_temperature_at(temperature, row))
+    elif sampling_mask.may_be_dense:
         room = torch.cat([state, state.new_empty(1, 4)])
-        state.copy_(room.index_copy_(0, to, of_rows)[:-1])
+        for row, part, to in packed:
+            of_rows = room.index_select(0, row)
+            _op.softmax_state_.default(of_rows, part, _picked(labels, row), *tile, *_temperature_at(temperature, row))
+            room.index_copy_(0, to, of_rows)
+        state.copy_(room[:-1])
     _op.support_softmax_state_.default(
         state, logits, labels, *supports, *tile, *temperature, mask, None if bound is None else exceeded
     )

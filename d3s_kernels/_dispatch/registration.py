@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._arguments.checks import require_readable
+from .._torch.kernels import row_statistics
 from .backends import DEVICES, is_built
 from .libraries import COMPILED, argument_names, by_name, default_arguments, named, schema_of
 
@@ -37,8 +38,8 @@ def _nothing(**_: Any) -> None:
 
 
 def new_row_statistics(values: Tensor) -> tuple[Tensor, ...]:
-    """Makes four uninitialised results for rows of values: log-probability, entropy, maximum and log S."""
-    return tuple(values.new_empty(values.shape[:-1], dtype=torch.float32) for _ in range(4))
+    """Makes the uninitialised results of ``logprob_entropy`` for rows of values."""
+    return row_statistics(values, values.shape[:-1])
 
 
 # ---- ops that are written in Python ----------------------------------------------------------------------------------
