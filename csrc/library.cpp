@@ -5,7 +5,7 @@
 //
 // Some neighbouring arguments of an op are one argument of its kernel: a struct in C++ (csrc/ops/*_argument*.h) or an
 // object in Python (d3s_kernels/_arguments/bundles.py). For example, `k` and `k_tensor` become one such argument, and
-// so do the arguments of a sampling mask.
+// so do the ids and the offsets of supports.
 //
 // Trainers change some numbers from step to step, and torch.compile must not compile again for each new value. So such
 // a number is a SymInt (capacity, max_segment) or a tensor (ratio_tensor, temperature_tensor). k and keep can be passed
@@ -34,10 +34,10 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // supports: with a sampling mask, some rows have a support: the ids of the tokens that could have been sampled. The
-    // results of such a row are over these tokens. support_rows says which rows the ops above have to compute, and
-    // whether there are more such rows than max_dense_rows; the leading dimensions of `values` are the rows. The ops
-    // after it write the other rows into results of the ops above. They write NaN for all rows if `exceeded` is true.
+    // supports: some rows have a support, the ids of the tokens that could have been sampled. The results of such a row
+    // are over these tokens. support_rows says which rows the ops above have to compute, and whether there are more such
+    // rows than max_dense_rows; the leading dimensions of `values` are the rows. The ops after it write the other rows
+    // into results of the ops above. They write NaN for all rows if `exceeded` is true.
     // support_logprob_entropy_backward_ takes a gradient that is 0 in the rows with a support.
     "support_rows(Tensor values, Tensor support_ids, Tensor support_offsets, SymInt? max_dense_rows=None, "
     "Tensor? mask=None) -> (Tensor dense, Tensor exceeded)",

@@ -11,7 +11,7 @@ from ._arguments.checks import checked_mask, require_no_tangent, require_tensors
 from ._dispatch.over_supports import row_statistics
 from ._lm_head import op
 from ._lm_head.problem import checked_problem
-from .support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions, op_arguments
+from .support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions, supports_of
 
 
 def entropy(
@@ -50,7 +50,7 @@ def entropy(
     require_no_tangent(logits=logits)
     mask = checked_mask(mask, logits)
     each = temperature_argument(temperature, logits)
-    return row_statistics(logits, None, each, mask, op_arguments(sampling_mask, max_dense_rows, logits))[1]
+    return row_statistics(logits, None, each, mask, supports_of(sampling_mask, max_dense_rows, logits))[1]
 
 
 def logprob_entropy(
@@ -70,9 +70,9 @@ def logprob_entropy(
     0.
 
     With a ``sampling_mask``, both results are for the distribution that was sampled from: the softmax over only the
-    row's kept tokens, after the temperature. Only the logits of kept tokens are read; all other logits have gradient 0.
-    For a row with one kept token, the results and the gradient are exactly 0. A row with an empty span is computed as
-    without a sampling mask.
+    row's support, after the temperature. Only the logits of the support are read; all other logits have gradient 0. If
+    the support has one id, the results and the gradient are exactly 0. A row without a support is computed over the
+    whole vocabulary.
 
     Args:
         logits: ``[..., V]``, bfloat16, float16 or float32; stride 1 in the last dimension, any strides in the others.
@@ -80,12 +80,12 @@ def logprob_entropy(
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         mask: bool, or integer (0 means False) ``[...]``; rows where the mask is False are not read, and both results
             are 0.
-        sampling_mask: for each row of the logits, the tokens that were kept when the row's token was sampled. It must
-            be on the device of the logits.
-        label_outside: the treatment of a label that is not in its row's span. "nan": the log-probability and its
-            gradient are NaN; on a CPU, such a label is an error. "include": the label is added to the row's kept
-            tokens.
-        max_dense_rows: the caller's upper bound on the number of rows that have an empty span and are kept by ``mask``;
+        sampling_mask: the support of each row of the logits: the ids from which the row's token was sampled. It must be
+            on the device of the logits.
+        label_outside: the treatment of a label that is not in its row's support. "nan": the log-probability and its
+            gradient are NaN; on a CPU, such a label is an error. "include": the label is added to the
+            support.
+        max_dense_rows: the caller's upper bound on the number of rows that have no support and where ``mask`` is True;
             0 means that there are no such rows. Without a bound, plain PyTorch needs a host sync on a GPU. If there are
             more such rows than the bound, all results and gradients are NaN, except those that are 0 because of
             ``mask`` or a label of -100.
@@ -95,7 +95,7 @@ def logprob_entropy(
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a label that is
-            neither -100 nor a token; a span with an id that is no token or comes twice.
+            neither -100 nor a token; a support with an id that is no token or comes twice.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -110,8 +110,8 @@ def logprob_entropy(
     require_no_tangent(logits=logits)
     mask = checked_mask(mask, logits)
     each = temperature_argument(temperature, logits)
-    sampling = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
-    logprob, row_entropy, _, _ = row_statistics(logits, labels, each, mask, sampling)
+    supports = supports_of(sampling_mask, max_dense_rows, logits, label_outside)
+    logprob, row_entropy, _, _ = row_statistics(logits, labels, each, mask, supports)
     return logprob, row_entropy
 
 
@@ -138,8 +138,8 @@ def linear_logprob_entropy(
     The backward recomputes logits only for rows whose incoming gradient is not 0: if 10 % of the tokens are kept, it
     does 10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
 
-    With a ``sampling_mask``, the forward and the backward compute only the logits of kept tokens: the work for a row is
-    proportional to the length of its span. The hidden states of rows with one kept token are not read.
+    With a ``sampling_mask``, the forward and the backward compute only the logits of the supports: the work for a row
+    is proportional to the size of its support. The hidden states of a row whose support has one id are not read.
 
     ``hidden``, ``weight`` and ``bias`` have the same dtype; or some are float32, and the others are converted to
     float32. The conversion is exact, but then all products take as long as in float32. **Each call** makes a float32
@@ -178,8 +178,8 @@ def linear_logprob_entropy(
             argument is converted. Every backward **adds** the weight's gradient to this tensor, even a backward that
             asks only for other gradients. No backward zeroes the tensor. Autograd then has no gradient for the weight,
             and hooks on the weight get None. If the weight requires no gradient, nothing is added. Not supported under
-            ``torch.compile``. With a sampling mask and ``max_dense_rows=0``, only the tensor's rows of kept tokens are
-            written.
+            ``torch.compile``. With a sampling mask and ``max_dense_rows=0``, only the tensor's rows of the supports'
+            ids are written.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
@@ -200,6 +200,6 @@ def linear_logprob_entropy(
         hidden, weight, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
         max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
         weight_grad_into=weight_grad_into,
-        sampling_mask=SamplingOptions(sampling_mask, label_outside, max_dense_rows).of_op,
+        supports=SamplingOptions(sampling_mask, label_outside, max_dense_rows).supports,
     )  # fmt: skip
     return op.linear_logprob_entropy(problem, op.adding_to(weight_grad_into))

@@ -23,8 +23,8 @@ Temperature = float | Tensor
 
 
 class SamplingMask(Protocol):
-    """Like d3s_kernels.SamplingMask: row i keeps token_ids[offsets[i]:offsets[i + 1]], or all tokens if this span is
-    empty.
+    """Like d3s_kernels.SamplingMask: the support of row i is token_ids[offsets[i]:offsets[i + 1]]; a row without ids is
+    computed over all tokens.
     """
 
     @property
@@ -76,20 +76,19 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Returns log p of each row's label (0 if the label is -100), and the entropy of each row.
 
-    With a sampling mask, the logits of dropped tokens are replaced by -inf without being read. If a row keeps only one
-    token, the logit of this token is not read either. All results are NaN if more than `max_dense_rows` unmasked rows
-    have an empty span.
+    With a sampling mask, the logits outside a row's support are replaced by -inf without being read. If a support has
+    only one id, the logit of this id is not read either. All results are NaN if more than `max_dense_rows` unmasked
+    rows have no support.
     """
     no_target = labels == -100
     targets = labels.long().masked_fill(no_target, 0).unsqueeze(-1)
     mask = torch.ones_like(no_target) if mask is None else mask
     read = logits
     if sampling_mask is not None:
-        kept = _kept(logits, labels, sampling_mask, label_outside)
-        # Rows with an empty span keep all tokens.
+        inside = _inside(logits, labels, sampling_mask, label_outside)
         dense = (sampling_mask.offsets.diff() == 0).to(logits.device).view(logits.shape[:-1])
-        single = kept & (kept.sum(-1, keepdim=True) == 1) & ~dense.unsqueeze(-1)
-        read = torch.where(kept, logits, -math.inf).masked_fill(single, 0)
+        single = inside & (inside.sum(-1, keepdim=True) == 1) & ~dense.unsqueeze(-1)
+        read = torch.where(inside, logits, -math.inf).masked_fill(single, 0)
     read = read.masked_fill(~mask.unsqueeze(-1), 0)  # masked rows are not read: NaN in them has no effect
     per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     log_p = torch.log_softmax(read.double() / per_row, -1)
@@ -98,7 +97,7 @@ def logprob_entropy(
     row_entropy = -(log_p.exp() * finite).sum(-1)
     if sampling_mask is not None:
         exceeded = max_dense_rows is not None and int((dense & mask).sum()) > max_dense_rows
-        outside = ~kept.gather(-1, targets).squeeze(-1) & ~no_target
+        outside = ~inside.gather(-1, targets).squeeze(-1) & ~no_target
         undefined = row_entropy.isnan() | exceeded
         logprob = _nan_where((undefined | outside) & mask, logprob, logits)
         row_entropy = _nan_where(undefined & mask, row_entropy, logits)
@@ -106,24 +105,26 @@ def logprob_entropy(
 
 
 def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
-    """Makes the results of the marked rows NaN, and also the gradients of all their logits, even of dropped tokens."""
+    """Makes the results of the marked rows NaN, and so the gradients of all their logits, even outside the support."""
     factor = torch.zeros_like(results).masked_fill(rows, math.nan)
     return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
 
 
-def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> Tensor:
-    """Returns the mask of each row's kept tokens."""
-    kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    spans = pairwise(sampling_mask.offsets.tolist())
-    for row, label, (begin, end) in zip(kept.view(-1, kept.shape[-1]), labels.flatten().tolist(), spans, strict=True):
+def _inside(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> Tensor:
+    """Returns for each row which tokens are in its support: all tokens if it has none."""
+    inside = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    ends = pairwise(sampling_mask.offsets.tolist())
+    for row, label, (begin, end) in zip(
+        inside.view(-1, inside.shape[-1]), labels.flatten().tolist(), ends, strict=True
+    ):
         ids = sampling_mask.token_ids[begin:end].long()
         if ((ids < 0) | (ids >= len(row))).any():
-            continue  # an invalid id: the row keeps nothing, so its results are NaN
+            continue  # an invalid id: no token is inside, so the row's results are NaN
         row[ids] = True
         if label_outside == "include" and label != -100:
             row[label] = True
         row |= begin == end
-    return kept
+    return inside
 
 
 def linear_logprob_entropy(

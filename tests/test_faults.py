@@ -87,10 +87,10 @@ for what, fault, changed in (
         (f"temperature {heat}", "temperature", {"temperature_tensor": torch.tensor([1, 1, heat, 1])})
         for heat in (0.0, -1.0, 1e20, torch.nan)
     ),
-    ("id -1", "sampling_mask", SPANS | {"support_ids": torch.tensor([3, -1, 9], dtype=torch.int32)}),
-    ("id 50", "sampling_mask", SPANS | {"support_ids": torch.tensor([3, 4, 50], dtype=torch.int32)}),
-    ("spans that overlap", "sampling_mask", SPANS | {"support_offsets": torch.tensor([0, 2, 1, 2, 3])}),
-    ("spans that end late", "sampling_mask", SPANS | {"support_offsets": torch.tensor([0, 1, 1, 2, 4])}),
+    ("id -1", "supports", SPANS | {"support_ids": torch.tensor([3, -1, 9], dtype=torch.int32)}),
+    ("id 50", "supports", SPANS | {"support_ids": torch.tensor([3, 4, 50], dtype=torch.int32)}),
+    ("spans that overlap", "supports", SPANS | {"support_offsets": torch.tensor([0, 2, 1, 2, 3])}),
+    ("spans that end late", "supports", SPANS | {"support_offsets": torch.tensor([0, 1, 1, 2, 4])}),
     ("a bound on dense rows", "dense_rows", SPANS | {"max_dense_rows": 0}),
 ):
     op = "support_logprob_entropy" if "support_ids" in changed else "logprob_entropy"

@@ -53,10 +53,10 @@ def test_bytes_of_a_trainer() -> None:
 
 
 WRONG = (
-    (lambda: SamplingMask.from_lists([[1], [2, "x"]]), TypeError, "spans: got 'x' at row 1; takes ids of tokens"),
-    (lambda: SamplingMask.from_lists([[1], None]), TypeError, "spans: got NoneType at row 1; takes a list of ids"),
-    (lambda: SamplingMask.from_lists([[2**31]]), ValueError, "spans: got 2147483648 at row 0; takes ids of tokens"),
-    (lambda: SamplingMask.from_lists([[1, 2.5]]), TypeError, "spans: got 2.5 at row 0; takes ids of tokens"),
+    (lambda: SamplingMask.from_lists([[1], [2, "x"]]), TypeError, "supports: got 'x' at row 1; takes ids of tokens"),
+    (lambda: SamplingMask.from_lists([[1], None]), TypeError, "supports: got NoneType at row 1; takes a list of ids"),
+    (lambda: SamplingMask.from_lists([[2**31]]), ValueError, "supports: got 2147483648 at row 0; takes ids of tokens"),
+    (lambda: SamplingMask.from_lists([[1, 2.5]]), TypeError, "supports: got 2.5 at row 0; takes ids of tokens"),
     (lambda: SamplingMask.from_padded(torch.tensor([[1, -2]])), ValueError, "token_ids: got -2 at row 0"),
     (lambda: SamplingMask.from_padded(torch.ones(2, 2)), ValueError, r"got shape \[2, 2\] of torch.float32"),
     (lambda: SamplingMask.from_counts(b"123", b""), ValueError, "token_ids: got 3 bytes; takes those of int32"),
@@ -66,7 +66,7 @@ WRONG = (
     (lambda: made([2**31], [1]), ValueError, "token_ids: got 2147483648; takes ids of tokens"),
     (lambda: made([-1, 2], [2]), ValueError, "token_ids: got -1; takes ids of tokens"),
     (lambda: plain([-1], [0, 1]), ValueError, "token_ids: got -1; takes ids of tokens, at least 0"),
-    (lambda: SamplingMask.from_lists([[3], [-5]]), ValueError, "spans: got -5 at row 1; takes ids of tokens"),
+    (lambda: SamplingMask.from_lists([[3], [-5]]), ValueError, "supports: got -5 at row 1; takes ids of tokens"),
     (lambda: SamplingMask.from_padded(torch.tensor([[2**32 + 5]])), ValueError, "token_ids: got 4294967301 at row 0"),
     (lambda: SamplingMask.from_lists(SPANS).index_select([0], capacity=-1), ValueError, "capacity: got -1; takes at"),
     (lambda: plain([1], [0, 1, 0]), ValueError, "offsets: got 1 and then 0 at row 1; takes some that do not decrease"),

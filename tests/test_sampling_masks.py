@@ -229,7 +229,11 @@ REFUSED = {
     "down": (of([3, 4], [0, 2, 1]), {}, "sampling_mask: its offsets decrease from 2 to 1 at row 1; must not"),
     "too far": (of([3, 4], [0, 1, 3]), {}, "sampling_mask: its offsets end at 3; must end at most at the number"),
     "start": (of([3, 4], [1, 1, 2]), {}, "sampling_mask: its offsets start at 1; must start at 0"),
-    "label": (of([3, 5], [0, 1, 2]), {}, "labels: got 4 at row 1, which the row's span of sampling_mask lacks; takes"),
+    "label": (
+        of([3, 5], [0, 1, 2]),
+        {},
+        "labels: got 4 at row 1, which the row's support in sampling_mask lacks; takes",
+    ),
     "word": (None, {"label_outside": "keep"}, "label_outside: got 'keep'; takes 'nan' or 'include'"),
     "no mask": (None, {"max_dense_rows": 3}, "max_dense_rows: got 3 without a sampling_mask; takes it with one"),
     "bound": (of([3, 4], [0, 1, 2]), {"max_dense_rows": -1}, "max_dense_rows: got -1; takes at least 0"),

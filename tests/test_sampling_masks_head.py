@@ -394,7 +394,7 @@ def test_bad_spans_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sampling_mask: got id \d+ twice at row 1; takes each once"):
         case()
     case.mask.token_ids[0], case.labels[0] = 6, 7
-    with pytest.raises(ValueError, match="labels: got 7 at row 0, which the row's span of sampling_mask lacks"):
+    with pytest.raises(ValueError, match="labels: got 7 at row 0, which the row's support in sampling_mask lacks"):
         case.of([0])()
     with pytest.raises(ValueError, match="max_dense_rows: got 2 without a sampling_mask"):
         linear_logprob_entropy(case.hidden, case.weight, case.labels, max_dense_rows=2)

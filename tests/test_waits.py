@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d3s_kernels import _torch
-from d3s_kernels._arguments.bundles import GradientArguments, NumberOrTensor, SamplingArguments
+from d3s_kernels._arguments.bundles import GradientArguments, NumberOrTensor, OptionalSupports
 from d3s_kernels._dispatch import backends, over_supports
 from d3s_kernels._lm_head import backward, forward
 from d3s_kernels._lm_head.problem import WHOLE, HeadProblem, Shard
@@ -177,7 +177,7 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
             given: dict[str, Any] = {"mask": gpu(7, dtype=torch.bool) if masked else None}
             if spans:
                 ids, offsets = gpu(20, dtype=torch.int32), gpu(8, dtype=torch.int64)
-                given["sampling_mask"] = SamplingArguments(ids, offsets, max_dense_rows=most_dense)
+                given["supports"] = OptionalSupports(ids, offsets, max_dense_rows=most_dense)
             labels, (hidden, weight) = gpu(7, dtype=torch.int64), (gpu(n, 16, dtype=torch.bfloat16) for n in (7, 50))
             given |= {"max_rows": bound, "max_grad_rows": bound, "shard": shard}
             problem = HeadProblem(hidden, weight, labels, None, NumberOrTensor(1.0, gpu(7)), 30.0, **given)
@@ -194,7 +194,7 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
 def test_rows_over_supports(bound: int | None, packs: bool) -> None:
     """Without a bound plain PyTorch, which packs dense rows, asks once in the forward, and once in the backward."""
     with watched() as mode, patch.object(backends, "reads_masked_rows", lambda device: packs):
-        sampling = SamplingArguments(gpu(20, dtype=torch.int32), gpu(9, dtype=torch.int64), True, bound)
+        sampling = OptionalSupports(gpu(20, dtype=torch.int32), gpu(9, dtype=torch.int64), True, bound)
         logits, labels, mask = gpu(2, 4, 50), gpu(2, 4, dtype=torch.int64), gpu(2, 4, dtype=torch.bool)
         heat = NumberOrTensor(1.0, gpu(2, 4))
         *results, dense = over_supports._statistics(logits, labels, sampling, heat, mask)

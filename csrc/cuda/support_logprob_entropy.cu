@@ -82,7 +82,7 @@ __device__ void finish_support(const SupportRows& rows, int64_t row, const Suppo
   const SupportSet set = rows.supports.set_of(support, label, rows.vocabulary, share.label_at >= 0, share.bad_token);
   const bool label_in_tile = set.has_label && rows.column(label) >= 0;
   const float temperature = rows.temperatures[row];
-  if (set.bad) sink.faults.note(Fault::kSamplingMask);
+  if (set.bad) sink.faults.note(Fault::kSupports);
   if (!sink.states) note_row(temperature, label != kNoTarget && !set.has_label && !set.bad, sink.faults);
   if (set.single()) {
     if (sink.states && rows.column(support.tokens[0]) >= 0) sink.states[row] = RowState::of_single(label_in_tile);

@@ -29,7 +29,7 @@ __global__ void check_offsets(const __grid_constant__ Supports supports, int64_t
   any = __syncthreads_or(any);
   if (threadIdx.x > 0) return;
   *bad = any != 0;
-  if (any) faults.note(Fault::kSamplingMask);
+  if (any) faults.note(Fault::kSupports);
 }
 
 const int* any_bad(const Supports& supports, int64_t rows, const char* name, Device& device) {

@@ -8,7 +8,7 @@
 namespace d3s {
 
 // d3s_kernels/_dispatch/faults.py has the message of each fault, in the same order.
-enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSamplingMask, kDenseRows };
+enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSupports, kDenseRows };
 constexpr int kFaultKinds = static_cast<int>(Fault::kDenseRows) + 1;
 
 // The public ops whose kernels report faults. d3s_kernels/_dispatch/faults.py has the names, in the same order.

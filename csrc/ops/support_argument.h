@@ -1,4 +1,4 @@
-// The arguments of a sampling mask, and their checks. Values on a GPU are checked only with D3S_KERNELS_CHECK=1.
+// The arguments of supports, which public functions get as a sampling mask, and their checks. Values on a GPU are checked only with D3S_KERNELS_CHECK=1.
 #pragma once
 
 #include <string>
@@ -78,8 +78,8 @@ inline void require_ids(const Supports& supports, const Labels& labels, const bo
       found |= token == label;
     }
     for (int64_t i = 0; i < support.size; ++i) seen[support.tokens[i]] = false;
-    require(found, "labels", "got ", label, " at row ", row, ", which the row's span of sampling_mask lacks; takes a ",
-            "kept token, -100 (no target), or any token with label_outside=\"include\"");
+    require(found, "labels", "got ", label, " at row ", row, ", which the row's support in sampling_mask lacks; takes ",
+            "an id of the support, -100 (no target), or any token with label_outside=\"include\"");
   }
 }
 

@@ -2,7 +2,7 @@
 // ops/support_products.cpp has checked the arguments. Nothing here depends on torch.
 //
 // A place is an index into a list of support logits, and stands for a row and a token of the row's set. There is one
-// place for each id of the sampling mask, and then one place for each row. The place of a row is for its label, which
+// place for each id of the supports, and then one place for each row. The place of a row is for its label, which
 // may join the row's set.
 #pragma once
 

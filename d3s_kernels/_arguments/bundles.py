@@ -1,5 +1,4 @@
-"""Objects that each combine several arguments of an op's schema, for example the ids and the offsets of a sampling
-mask.
+"""Objects that each combine several arguments of an op's schema, for example the ids and the offsets of supports.
 
 A schema can contain only tensors, numbers and flags. Kernels in Python take these objects instead of the separate
 arguments. The files ``csrc/ops/*_argument*.h`` have such objects for C++.
@@ -61,13 +60,13 @@ class SupportArguments(NamedTuple):
     include_label: bool = False  # whether a label that is not among the ids of its row joins the row's support
 
 
-class SamplingArguments(NamedTuple):
-    """The arguments for a sampling mask: its ids and offsets (both, or neither), and its options."""
+class OptionalSupports(NamedTuple):
+    """The supports of those rows that have one: ids and offsets (both, or neither), and how other rows are handled."""
 
     ids: Tensor | None = None
     offsets: Tensor | None = None
     include_label: bool = False
-    max_dense_rows: int | None = None
+    max_dense_rows: int | None = None  # the caller's bound on the number of rows without a support
 
     @property
     def given(self) -> bool:
@@ -79,7 +78,8 @@ class SamplingArguments(NamedTuple):
         return self.max_dense_rows != 0
 
     @property
-    def supports(self) -> SupportArguments:
+    def required(self) -> SupportArguments:
+        """The arguments of ops that compute only the rows with a support."""
         assert self.ids is not None
         assert self.offsets is not None
         return SupportArguments(self.ids, self.offsets, self.include_label)
@@ -110,7 +110,7 @@ class Tile(NamedTuple):
         return tokens - (self.first_token or 0)
 
 
-NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
+NOTHING, ONE, NO_SUPPORTS = NumberOrTensor(), NumberOrTensor(1.0), OptionalSupports()
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
 ALL_TOKENS = Tile()
 
@@ -159,7 +159,7 @@ def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
     if isinstance(default, (SegmentArguments, Tile)):
         return type(default), default._asdict()
-    if isinstance(default, SamplingArguments):
+    if isinstance(default, OptionalSupports):
         names = "support_ids", "support_offsets", "include_label", "max_dense_rows"
-        return SamplingArguments, dict(zip(names, default, strict=True))
+        return OptionalSupports, dict(zip(names, default, strict=True))
     return None, {name: default}

@@ -29,8 +29,8 @@ FAULTS = {
     "groups": "a group of 16 or more, which gave NaN",
     "labels": "a label that is neither -100 nor a token that its row has, which gave NaN",
     "temperature": "a temperature outside of [1e-15, 1e15], which gave NaN",
-    "sampling_mask": "a sampling mask whose offsets are no offsets or whose ids are no tokens, which gave NaN",
-    "dense_rows": "more rows without a span than max_dense_rows, which made all rows NaN",
+    "supports": "a sampling mask whose offsets are no offsets or whose ids are no tokens, which gave NaN",
+    "dense_rows": "more rows without a support than max_dense_rows, which made all rows NaN",
 }
 PUBLIC_OPS = (  # in the order of PublicOp in csrc/ops/faults.h
     "entropy",
@@ -220,7 +220,7 @@ def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     if (ids := tensors.get("support_ids")) is not None:
         cuts = tensors["support_offsets"]
         bad_cuts = (cuts[0] != 0) | (cuts.diff() < 0).any() | (cuts[-1] > len(ids))
-        yield "sampling_mask", bad_cuts | ((ids < 0) | (ids >= vocabulary)).any()
+        yield "supports", bad_cuts | ((ids < 0) | (ids >= vocabulary)).any()
         if (most := arguments.get("max_dense_rows")) is not None:
             mask = tensors.get("mask")
             dense = cuts.diff() == 0 if mask is None else (cuts.diff() == 0) & mask.reshape(-1)

@@ -1,4 +1,4 @@
-"""The ops over logits for a sampling mask: log-probability and entropy, each row over its support.
+"""Log-probability and entropy over logits when some rows have a support; such a row is computed over its support only.
 
 Here the rows are divided and joined: the ops for all tokens compute the dense rows, which have no support, and the ops
 ``support_*`` of ``csrc/library.cpp`` write the other rows into the same results.
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .._arguments.bundles import (
     ALL_TOKENS,
-    NO_SAMPLING_MASK,
+    NO_SUPPORTS,
     ONE,
     GradientArguments,
     NumberOrTensor,
-    SamplingArguments,
+    OptionalSupports,
     Tile,
     of_schema,
 )
@@ -43,13 +43,13 @@ def row_statistics(
     labels: Tensor | None,
     temperature: tuple[float, Tensor | None],
     mask: Tensor | None,
-    sampling_mask: SamplingArguments,
+    supports: OptionalSupports,
 ) -> tuple[Tensor, ...]:
-    """Returns the log-probability, entropy, maximum and log S of each row; with a sampling mask over its support."""
-    if sampling_mask.ids is None:
+    """Returns the log-probability, entropy, maximum and log S of each row, over its support if it has one."""
+    if supports.ids is None:
         results: tuple[Tensor, ...] = ops.logprob_entropy(logits, labels, *temperature, mask)
     else:
-        results = support_logprob_entropy(logits, labels, *sampling_mask, *temperature, mask)[:4]
+        results = support_logprob_entropy(logits, labels, *supports, *temperature, mask)[:4]
     return results
 
 
@@ -105,20 +105,20 @@ def _temperature_at(temperature: NumberOrTensor, row: Tensor) -> NumberOrTensor:
 def _statistics(
     logits: Tensor,
     labels: Tensor | None,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
+    supports: OptionalSupports = NO_SUPPORTS,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the four results of each row, and which rows are dense."""
-    supports, bound = sampling_mask.supports, sampling_mask.max_dense_rows
-    marked, exceeded = _op.support_rows.default(logits, *supports[:2], bound, mask)
+    required, bound = supports.required, supports.max_dense_rows
+    marked, exceeded = _op.support_rows.default(logits, *required[:2], bound, mask)
     dense = DenseRows(marked, bound)
-    if sampling_mask.may_be_dense:
+    if supports.may_be_dense:
         results = _of_dense_rows(dense, logits, labels, temperature)
     else:
         results = new_row_statistics(logits)
     _op.support_logprob_entropy_.default(
-        *results, logits, labels, *supports, *temperature, mask, None if bound is None else exceeded
+        *results, logits, labels, *required, *temperature, mask, None if bound is None else exceeded
     )
     return *results, marked
 
@@ -147,17 +147,17 @@ def merge_tile_(
     tile: Tile,
     temperature: NumberOrTensor,
     mask: Tensor | None,
-    sampling_mask: SamplingArguments,
+    supports: OptionalSupports,
 ) -> Tensor:
     """Merges a tile into the rows' softmax states; of a row with a support, only the support's logits. Returns which
     rows are dense.
     """
-    supports, bound = sampling_mask.supports, sampling_mask.max_dense_rows
-    marked, exceeded = _op.support_rows.default(logits, *supports[:2], bound, mask)
-    packed = DenseRows(marked, bound).packed(logits) if sampling_mask.may_be_dense else ()
+    required, bound = supports.required, supports.max_dense_rows
+    marked, exceeded = _op.support_rows.default(logits, *required[:2], bound, mask)
+    packed = DenseRows(marked, bound).packed(logits) if supports.may_be_dense else ()
     if packed is None:
         _op.softmax_state_.default(state, logits, labels, *tile, *temperature, marked)
-    elif sampling_mask.may_be_dense:
+    elif supports.may_be_dense:
         room = torch.cat([state, state.new_empty(1, 4)])
         for row, part, to in packed:
             of_rows = room.index_select(0, row)
@@ -165,7 +165,7 @@ def merge_tile_(
             room.index_copy_(0, to, of_rows)
         state.copy_(room[:-1])
     _op.support_softmax_state_.default(
-        state, logits, labels, *supports, *tile, *temperature, mask, None if bound is None else exceeded
+        state, logits, labels, *required, *tile, *temperature, mask, None if bound is None else exceeded
     )
     return marked
 
@@ -176,7 +176,7 @@ def merge_tile_(
 def _gradient(
     given: GradientArguments,
     dense: Tensor,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
+    supports: OptionalSupports = NO_SUPPORTS,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     tile: Tile = ALL_TOKENS,
@@ -184,12 +184,12 @@ def _gradient(
     """Returns the gradient of the logits. The dense op writes zeros to the rows with a support. If there are more dense
     rows than the bound, the statistics are NaN, and so are the gradients of all rows.
     """
-    packed = DenseRows(dense, sampling_mask.max_dense_rows).packed(given.logits)
+    packed = DenseRows(dense, supports.max_dense_rows).packed(given.logits)
     if packed is None:
         gradient: Tensor = _op.logprob_entropy_backward.default(*given, *temperature, dense, *tile)
     else:
         gradient = _of_packed_rows(packed, dense, given, temperature, tile)
-    _op.support_logprob_entropy_backward_.default(*given, gradient, *sampling_mask.supports, *temperature, mask, *tile)
+    _op.support_logprob_entropy_backward_.default(*given, gradient, *supports.required, *temperature, mask, *tile)
     return gradient
 
 
@@ -221,8 +221,8 @@ def _of_packed_rows(
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 
-# The arguments of a sampling mask, as SamplingArguments has them.
-SAMPLING = "Tensor support_ids, Tensor support_offsets, bool include_label=False, SymInt? max_dense_rows=None, "
+# The arguments of OptionalSupports.
+SUPPORTS = "Tensor support_ids, Tensor support_offsets, bool include_label=False, SymInt? max_dense_rows=None, "
 TEMPERATURE_AND_MASK = "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None"
 STATISTICS = "(Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum, Tensor dense)"
 _forward, _backward = of_schema(_statistics), of_schema(_gradient)
@@ -240,13 +240,13 @@ def fake_statistics(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 
 declare(
-    f"support_logprob_entropy(Tensor logits, Tensor? labels, {SAMPLING}{TEMPERATURE_AND_MASK}) -> {STATISTICS}",
+    f"support_logprob_entropy(Tensor logits, Tensor? labels, {SUPPORTS}{TEMPERATURE_AND_MASK}) -> {STATISTICS}",
     _looked_at,
     fake_statistics,
 )
 declare(
     "support_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
-    f"Tensor entropy, Tensor row_max, Tensor log_sum, Tensor dense, {SAMPLING}{TEMPERATURE_AND_MASK}, "
+    f"Tensor entropy, Tensor row_max, Tensor log_sum, Tensor dense, {SUPPORTS}{TEMPERATURE_AND_MASK}, "
     "SymInt? first_token=None) -> (Tensor grad_logits)",
     _backward,
     lambda grad_logprob, grad_entropy, logits, *_: logits.new_empty(logits.shape),

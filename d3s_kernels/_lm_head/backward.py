@@ -74,10 +74,10 @@ def backward(
     must have been checked.
     """
     wanted = wanted._replace(weight_grad_into=weight_grad_into)
-    if problem.sampling_mask.offsets is None:
+    if problem.supports.offsets is None:
         return _of_all_tokens(problem, incoming, wanted)
     dense, dense_exceeded = dense_rows(problem)
-    may_be_dense = problem.sampling_mask.may_be_dense
+    may_be_dense = problem.supports.may_be_dense
     exceeded = _any_exceeded(problem, incoming, dense_exceeded)
     if exceeded is not None:
         incoming = incoming.poisoned(exceeded, both=may_be_dense)
@@ -146,16 +146,16 @@ def _with_supports(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds the terms of rows that have a support to ``gradients``, which already has the terms of all other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
-    hidden, weight, mask, shard, sampling_mask = (
-        problem.hidden, problem.weight, problem.mask, problem.shard, problem.sampling_mask,
+    hidden, weight, mask, shard, supports = (
+        problem.hidden, problem.weight, problem.mask, problem.shard, problem.supports,
     )  # fmt: skip
-    offsets = sampling_mask.offsets
+    offsets = supports.offsets
     assert offsets is not None
     incoming = incoming.map(lambda values: flat(values, problem.rows))
     with torch._C._AutoDispatchBelowAutograd():  # skips the autograd kernel: Python code that only refuses gradients
         grad, rows, tokens, undefined = _op.support_logits_backward.default(
             incoming.grad_logprob, incoming.grad_entropy, support_logits(problem), problem.labels, incoming.entropy,
-            incoming.row_max, incoming.log_sum, len(weight), *sampling_mask.supports, *problem.temperature,
+            incoming.row_max, incoming.log_sum, len(weight), *supports.required, *problem.temperature,
             Head.of(problem).softcap, mask, shard.tile_start,
         )  # fmt: skip
     if exceeded is not None:

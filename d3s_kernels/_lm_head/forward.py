@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SAMPLING_MASK, NumberOrTensor
+from .._arguments.bundles import NO_SUPPORTS, NumberOrTensor
 from .._dispatch.registration import new_row_statistics
 from .problem import HeadProblem, Shard
 from .products import Head, Tiles, without_autocast
@@ -95,7 +95,7 @@ def support_logits(rows: HeadProblem) -> Tensor:
     """Computes the support logits of a problem that :func:`flat_rows` returned, expanded to ``[rows, support logits]``:
     all rows share the same memory.
     """
-    tile_start, mask, supports = rows.shard.tile_start, rows.mask, rows.sampling_mask.supports
+    tile_start, mask, supports = rows.shard.tile_start, rows.mask, rows.supports.required
     logits = Head.of(rows).support_logits(rows.hidden, rows.labels, supports, mask, tile_start)
     return logits.expand(rows.rows, -1)
 
@@ -104,7 +104,7 @@ def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
     """Returns the problem restricted to the rows without a support, whose logits are computed for all tokens; and a
     bool tensor ``[1]``, whether there are more such rows than the bound on them, or None if there cannot be more.
     """
-    ids, offsets, _, most_dense = problem.sampling_mask
+    ids, offsets, _, most_dense = problem.supports
     mask, exceeded = _op.support_rows.default(problem.hidden, ids, offsets, most_dense, problem.mask)
 
     def smaller(*bounds: int | None) -> int | None:
@@ -114,7 +114,7 @@ def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
         mask=mask,
         max_rows=smaller(problem.max_rows, most_dense),
         max_grad_rows=smaller(problem.max_grad_rows, most_dense),
-        sampling_mask=NO_SAMPLING_MASK,
+        supports=NO_SUPPORTS,
     )
     return dense, None if most_dense is None or most_dense >= problem.rows else exceeded
 
@@ -148,7 +148,7 @@ def finished(
 
 def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
     problem.check()
-    if not problem.sampling_mask.given:
+    if not problem.supports.given:
         try:
             return _of_all_tokens(problem)
         except RuntimeError:
@@ -168,8 +168,8 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
     """Computes the outputs of the dense rows, and writes the outputs of the other rows among them."""
     dense, exceeded = dense_rows(problem)
-    rows, may_be_dense = flat_rows(problem), problem.sampling_mask.may_be_dense
-    labels, temperature, mask, supports = rows.labels, rows.temperature, rows.mask, rows.sampling_mask.supports
+    rows, may_be_dense = flat_rows(problem), problem.supports.may_be_dense
+    labels, temperature, mask, supports = rows.labels, rows.temperature, rows.mask, rows.supports.required
     support_of = len(rows.weight)
     if rows.shard.ranks is None:
         outputs = _of_all_tokens(dense) if may_be_dense else new_row_statistics(problem.hidden)

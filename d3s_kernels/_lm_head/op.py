@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile, of_schema
+from .._arguments.bundles import NO_SUPPORTS, ONE, NumberOrTensor, OptionalSupports, Tile, of_schema
 from .._dispatch import ops
 from .._dispatch.faults import look
 from .._dispatch.libraries import argument_names, named
-from .._dispatch.over_supports import SAMPLING, STATISTICS, TEMPERATURE_AND_MASK, fake_statistics, merge_tile_
+from .._dispatch.over_supports import STATISTICS, SUPPORTS, TEMPERATURE_AND_MASK, fake_statistics, merge_tile_
 from .._dispatch.registration import (
     Gradient,
     declare,
@@ -73,7 +73,7 @@ def problem_of(
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(temperature, temperature_tensor), logit_softcap, mask, max_rows,
         max_grad_rows, logits_dtype, workspace_bytes,
-        SamplingArguments(support_ids, support_offsets, include_label, max_dense_rows),
+        OptionalSupports(support_ids, support_offsets, include_label, max_dense_rows),
         Shard.of(first_token, group_name),
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
     return (
         problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
         problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,
-        *problem.sampling_mask, problem.shard.first_token, problem.shard.group_name,
+        *problem.supports, problem.shard.first_token, problem.shard.group_name,
     )  # fmt: skip
 
 
@@ -208,12 +208,12 @@ def _vocab_parallel_support_kernel(
     labels: Tensor,
     first_token: int,
     group_name: str,
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
+    supports: OptionalSupports = NO_SUPPORTS,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     state = no_logits(labels.numel(), logits)
-    dense = merge_tile_(state, logits, labels, Tile(first_token), temperature, mask, sampling_mask)
+    dense = merge_tile_(state, logits, labels, Tile(first_token), temperature, mask, supports)
     return *_of_states(state, labels, Shard.of(first_token, group_name), temperature, mask), dense
 
 
@@ -234,7 +234,7 @@ declare(
     lambda logits, *_: new_row_statistics(logits),
 )
 declare(
-    f"vocab_parallel_support_logprob_entropy({_OF_SHARD}{SAMPLING}{TEMPERATURE_AND_MASK}) -> {STATISTICS}",
+    f"vocab_parallel_support_logprob_entropy({_OF_SHARD}{SUPPORTS}{TEMPERATURE_AND_MASK}) -> {STATISTICS}",
     of_schema(_vocab_parallel_support_kernel),
     fake_statistics,
 )

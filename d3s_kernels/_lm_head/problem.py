@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .._arguments.bundles import NO_SUPPORTS, ONE, NumberOrTensor, OptionalSupports
 from .._arguments.checks import (
     checked_mask,
     is_known,
@@ -98,7 +98,7 @@ class HeadProblem(NamedTuple):
     max_grad_rows: int | None = None
     logits_dtype: torch.dtype = torch.float32
     workspace_bytes: int | None = None
-    sampling_mask: SamplingArguments = NO_SAMPLING_MASK
+    supports: OptionalSupports = NO_SUPPORTS
     shard: Shard = WHOLE
 
     @property
@@ -192,7 +192,7 @@ class HeadProblem(NamedTuple):
         """Checks the sampling mask with the checks of an op that takes logits. The op gets one uninitialised row of
         logits, expanded to all rows.
         """
-        ids, offsets, _, most_dense = self.sampling_mask
+        ids, offsets, _, most_dense = self.supports
         if (ids is None) != (offsets is None):
             raise ValueError("sampling_mask: got one of ids and offsets; takes both or none")
         if ids is None:
@@ -206,7 +206,7 @@ class HeadProblem(NamedTuple):
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
         state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
         ops.check("support_rows", logits, ids, offsets, most_dense, self.mask)
-        tile_start, supports = self.shard.tile_start, self.sampling_mask.supports
+        tile_start, supports = self.shard.tile_start, self.supports.required
         ops.check("support_softmax_state_", state, logits, self.labels, *supports, tile_start, *ONE, self.mask)
 
     def require_memory(self) -> None:
@@ -233,11 +233,11 @@ def checked_problem(
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
     weight_grad_into: Tensor | None,
-    sampling_mask: Callable[[Tensor], SamplingArguments],
+    supports: Callable[[Tensor], OptionalSupports],
     shard: Shard = WHOLE,
 ) -> HeadProblem:
-    """Checks the arguments of a public function, and returns the problem. ``sampling_mask`` checks and returns the
-    arguments of the sampling mask, which has to be on the device of the tensor that it gets.
+    """Checks the arguments of a public function, and returns the problem. ``supports`` checks the
+    sampling mask, which has to be on the device of the tensor that it gets, and returns its supports.
 
     Checked here are types, devices, and conditions that no single kernel can check. Shapes and values are checked by
     :meth:`HeadProblem.check`, which the op calls when it runs: a graph that torch.compile has made runs only the op.
@@ -255,7 +255,7 @@ def checked_problem(
     hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(*temperature_argument(temperature, hidden)), logit_softcap, mask,
-        max_rows, max_grad_rows, logits_dtype, workspace_bytes, sampling_mask(hidden), shard,
+        max_rows, max_grad_rows, logits_dtype, workspace_bytes, supports(hidden), shard,
     )  # fmt: skip
 
 

@@ -117,15 +117,15 @@ def vocab_parallel_logprob_entropy(
         require_no_tangent(logits_shard=logits)
         kept = checked_mask(mask, logits)
         numbers = temperature_argument(temperature, logits)
-        support = sampling.of_op(logits)
+        supports = sampling.supports(logits)
         state = logits.new_empty((logits.shape[:-1].numel(), 4), dtype=torch.float32)
         shard = logits, labels, first_token, ranks.group.group_name
         ops.check("softmax_state_", state, *shard[:3], *numbers, kept)
-        if support.ids is None:
+        if supports.ids is None:
             return op.vocab_parallel_logprob_entropy, (*shard, *numbers, kept)
-        ops.check("support_rows", logits, *support[:2], support.max_dense_rows, kept)
-        ops.check("support_softmax_state_", state, *shard[:2], *support.supports, first_token, *numbers, kept)
-        return op.vocab_parallel_support_logprob_entropy, (*shard, *support, *numbers, kept)
+        ops.check("support_rows", logits, *supports[:2], supports.max_dense_rows, kept)
+        ops.check("support_softmax_state_", state, *shard[:2], *supports.required, first_token, *numbers, kept)
+        return op.vocab_parallel_support_logprob_entropy, (*shard, *supports, *numbers, kept)
 
     def alike(checked: tuple[Any, tuple[Any, ...]]) -> dict[str, Any]:
         return {
@@ -211,9 +211,9 @@ def vocab_parallel_linear_logprob_entropy(
             tensor. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
             requires no gradient, nothing is added. Not supported under ``torch.compile``.
         sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary. Each rank
-            computes the logits of the kept tokens in its shard. The ranks exchange 16 bytes for each row in the
-            forward, and H float32 values for each row in the backward. For rows with an empty span, the ranks also
-            exchange what they would exchange without a sampling mask.
+            computes the logits of the supports' ids in its shard. The ranks exchange 16 bytes for each row in the
+            forward, and H float32 values for each row in the backward. For rows without a support, the ranks
+            also exchange what they would exchange without a sampling mask.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
 
     Returns:
@@ -248,7 +248,7 @@ def vocab_parallel_linear_logprob_entropy(
         problem = checked_problem(
             hidden, sharded.local, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
             max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
-            weight_grad_into=into, sampling_mask=sampling.of_op, shard=shard,
+            weight_grad_into=into, supports=sampling.supports, shard=shard,
         )  # fmt: skip
         if not torch.compiler.is_compiling():  # while a graph is traced, values are unknown, and torch checks shapes
             problem.check()
@@ -276,7 +276,7 @@ def vocab_parallel_linear_logprob_entropy(
 
 def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
     """Raises the same error on all ranks, unless the shards make up the whole vocabulary, and every label and every
-    kept token lies in a shard.
+    id of a support lies in a shard.
     """
     shard = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
     edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(shard).tolist()]
@@ -290,9 +290,9 @@ def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_m
     if len(bad):
         raise ValueError(f"labels: got {int(bad[0])}; takes -100 (no target) or a token in [0, {end})")
     if sampling_mask is not None:
-        kept = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
-        if len(kept) and int(kept.max()) >= end:
-            raise ValueError(f"sampling_mask: got id {int(kept.max())}; takes tokens in [0, {end})")
+        ids = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
+        if len(ids) and int(ids.max()) >= end:
+            raise ValueError(f"sampling_mask: got id {int(ids.max())}; takes tokens in [0, {end})")
 
 
 # ---- a vocabulary shard, as the caller or a DTensor describes it ----------------------------------------------------

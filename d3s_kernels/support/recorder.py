@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NO_TOKEN = -1  # pads the sets
-# Processors that only drop tokens and do not change the other scores: the set of kept tokens records their whole
-# effect.
+# Processors that only drop tokens and do not change the other scores: the support records their whole effect.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",

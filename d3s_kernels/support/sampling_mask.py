@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SAMPLING_MASK, SamplingArguments
+from .._arguments.bundles import NO_SUPPORTS, OptionalSupports
 from .._arguments.checks import (
     is_known,
     no_tensor,
@@ -32,12 +32,12 @@ _MOST = 2**31 - 1  # the highest possible id
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class SamplingMask:
-    """A list of token ids for each row: the tokens of the vocabulary that were kept when the row's token was sampled.
+    """A list of token ids for each row, its support: the ids of the vocabulary from which the row's token was sampled.
 
-    The ids of all rows are concatenated: row ``i`` has the span ``token_ids[offsets[i]:offsets[i + 1]]``, in any order,
-    with each id once. Ids after ``offsets[-1]`` are padding and belong to no row. Such padding makes it possible to
-    select rows without a host sync. **An empty span means the whole vocabulary.** To leave out a row (such as the row
-    of a padding token), use the ops' ``mask=``.
+    The ids of all rows are concatenated: the support of row ``i`` is ``token_ids[offsets[i]:offsets[i + 1]]``, in any
+    order, with each id once. Ids after ``offsets[-1]`` are padding and belong to no row. Such padding makes it possible
+    to select rows without a host sync. **A row without ids is computed over the whole vocabulary.** To leave out a row
+    (such as the row of a padding token), use the ops' ``mask=``.
 
     The values are checked if the host can read them: on a CPU, or with ``D3S_KERNELS_CHECK=1``.
 
@@ -89,7 +89,7 @@ class SamplingMask:
             raise ValueError(f"token_ids: got {int(ids.min())}; takes ids of tokens, at least 0")
 
     @classmethod
-    def from_lists(cls, spans: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> SamplingMask:
+    def from_lists(cls, supports: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> SamplingMask:
         """Makes a mask from a list of ids for each row. vLLM (``sampling_mask``) and SGLang
         (``output_token_sampling_mask``) return such a list for each generated token. For a token of the prompt, pass an
         empty list, or mask the token with the ops' ``mask=``.
@@ -101,13 +101,13 @@ class SamplingMask:
         """
         try:
             # An array raises an error for anything but whole numbers.
-            lengths, ids = array("i", map(len, spans)), array("i", chain.from_iterable(spans))
+            lengths, ids = array("i", map(len, supports)), array("i", chain.from_iterable(supports))
             if ids and min(ids) < 0:
                 raise OverflowError
         except (TypeError, OverflowError) as error:
-            raise _bad_list(spans) from error
-        offsets = offsets_of(_numbers("spans", lengths.tobytes()))
-        return cls(_numbers("spans", ids.tobytes()).to(device), offsets.to(device))
+            raise _bad_list(supports) from error
+        offsets = offsets_of(_numbers("supports", lengths.tobytes()))
+        return cls(_numbers("supports", ids.tobytes()).to(device), offsets.to(device))
 
     @classmethod
     def from_padded(cls, token_ids: Tensor) -> SamplingMask:
@@ -241,8 +241,8 @@ class SamplingOptions(NamedTuple):
     label_outside: LabelOutside
     max_dense_rows: int | None
 
-    def of_op(self, like: Tensor) -> SamplingArguments:
-        return op_arguments(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
+    def supports(self, like: Tensor) -> OptionalSupports:
+        return supports_of(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
 
     def values(self) -> dict[str, Any]:
         """Returns all values in a dict. The keys are the names that error messages use."""
@@ -251,42 +251,42 @@ class SamplingOptions(NamedTuple):
         return tensors | {"label_outside": self.label_outside, "max_dense_rows": self.max_dense_rows}
 
 
-def op_arguments(
+def supports_of(
     sampling_mask: SamplingMask | None,
     max_dense_rows: int | None,
     like: Tensor,
     label_outside: LabelOutside = "nan",
-) -> SamplingArguments:
-    """Checks a sampling mask with its options, and converts them to the ops' arguments."""
+) -> OptionalSupports:
+    """Checks a sampling mask with its options, and returns the supports of the rows."""
     require_whole(max_dense_rows=max_dense_rows)
     if label_outside not in ("nan", "include"):
         raise ValueError(f"label_outside: got {label_outside!r}; takes 'nan' or 'include'")
     if sampling_mask is None:
         if max_dense_rows is not None:
             raise ValueError(f"max_dense_rows: got {max_dense_rows} without a sampling_mask; takes it with one")
-        return NO_SAMPLING_MASK
+        return NO_SUPPORTS
     if not isinstance(sampling_mask, SamplingMask):
         raise TypeError(f"sampling_mask: got {type(sampling_mask).__name__}; takes a SamplingMask or None")
     require_optional_tensors(like, sampling_mask=sampling_mask.token_ids)
     include_label = label_outside == "include"
-    return SamplingArguments(sampling_mask.token_ids, sampling_mask.offsets, include_label, max_dense_rows)
+    return OptionalSupports(sampling_mask.token_ids, sampling_mask.offsets, include_label, max_dense_rows)
 
 
 def known(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and is_known(tensor)
 
 
-def _bad_list(spans: Sequence[Sequence[int]]) -> Exception:
+def _bad_list(supports: Sequence[Sequence[int]]) -> Exception:
     """Returns an error that names the first row with a wrong list."""
-    for row, span in enumerate(spans):
-        if not hasattr(span, "__len__") or isinstance(span, (str, bytes)):
-            return TypeError(f"spans: got {type(span).__name__} at row {row}; takes a list of ids")
-        for token in span:
+    for row, ids in enumerate(supports):
+        if not hasattr(ids, "__len__") or isinstance(ids, (str, bytes)):
+            return TypeError(f"supports: got {type(ids).__name__} at row {row}; takes a list of ids")
+        for token in ids:
             if not isinstance(token, Integral):
-                return TypeError(f"spans: got {token!r} at row {row}; takes ids of tokens")
+                return TypeError(f"supports: got {token!r} at row {row}; takes ids of tokens")
             if not 0 <= token <= _MOST:
-                return ValueError(f"spans: got {token} at row {row}; takes ids of tokens, in [0, 2^31)")
-    return TypeError(f"spans: got {type(spans).__name__}; takes a list of lists of ids")
+                return ValueError(f"supports: got {token} at row {row}; takes ids of tokens, in [0, 2^31)")
+    return TypeError(f"supports: got {type(supports).__name__}; takes a list of lists of ids")
 
 
 def _numbers(name: str, values: Tensor | bytes) -> Tensor:
@@ -309,8 +309,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capacity: int | None) -> SamplingMask:
-    """Makes a mask of the spans of ``ids`` with these starts and lengths. If ``valid`` is false, or if the ids do not
-    fit into ``capacity``, the offsets of the mask decrease, which makes the mask invalid.
+    """Makes a mask of the supports in ``ids`` with these starts and lengths. If ``valid`` is false, or if the ids do
+    not fit into ``capacity``, the offsets of the mask decrease, which makes the mask invalid.
     """
     offsets = offsets_of(lengths)
     if known(offsets):

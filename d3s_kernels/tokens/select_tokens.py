@@ -20,7 +20,7 @@ from .._dispatch import ops
 from .._dispatch.over_supports import row_statistics
 from .._rules.arguments import select_tokens_arguments, topk_mask_arguments
 from .._rules.rules import PREFIX_RULES, entropy_quantile
-from ..support.sampling_mask import SamplingMask, op_arguments
+from ..support.sampling_mask import SamplingMask, supports_of
 from .random_prefixes import Prefixes, random_prefixes
 
 if TYPE_CHECKING:
@@ -273,9 +273,8 @@ def select_tokens_from_logits(
     """Computes entropies from ``logits``, and selects tokens as :func:`select_tokens` does. Without a
     ``sampling_mask``, this is a single op.
 
-    With a ``sampling_mask``, the entropy is over only the candidates that were kept when the token was sampled. A token
-    with a single kept candidate has score 0. Such a token still counts as one of the tokens, but ``drop_zeros`` leaves
-    it out.
+    With a ``sampling_mask``, the entropy of a token is over its support only. A token whose support has one id has
+    score 0. Such a token still counts as one of the tokens, but ``drop_zeros`` leaves it out.
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
@@ -315,8 +314,8 @@ def select_tokens_from_logits(
             require_readable(logits=logits, temperature=temperature, mask=mask)
             require_tensors(logits=logits)
             rows, numbers = checked_mask(mask, logits), temperature_argument(temperature, logits)
-            sets = op_arguments(sampling_mask, max_dense_rows, logits)
-            return row_statistics(logits, None, numbers, rows, sets)[1]
+            supports = supports_of(sampling_mask, max_dense_rows, logits)
+            return row_statistics(logits, None, numbers, rows, supports)[1]
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
         entropy, (chosen, count, threshold) = across_ranks.select_tokens(
@@ -328,13 +327,13 @@ def select_tokens_from_logits(
     arguments = select_tokens_arguments(
         logits, advantages, ratio, "advantage_entropy", mask, segments, drop_zeros, None
     )
-    numbers, sets = temperature_argument(temperature, logits), op_arguments(sampling_mask, max_dense_rows, logits)
-    if sets.ids is None:
+    numbers, supports = temperature_argument(temperature, logits), supports_of(sampling_mask, max_dense_rows, logits)
+    if supports.ids is None:
         chosen, entropy, count, threshold = ops.select_tokens_from_logits(*arguments, *numbers)
         return TokenSelection(chosen, entropy, count, threshold)
     _, *others = arguments
     with torch.no_grad():
-        entropy = row_statistics(logits, None, numbers, others[3], sets)[1]
+        entropy = row_statistics(logits, None, numbers, others[3], supports)[1]
         chosen, count, threshold = ops.select_tokens(entropy, *others)
     return TokenSelection(chosen, entropy, count, threshold)
 

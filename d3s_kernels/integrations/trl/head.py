@@ -27,7 +27,7 @@ from ..._lm_head.from_model import read_head, why_not_here
 from ..._lm_head.op import AtBackward
 from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
 from ..._lm_head.problem import HeadProblem
-from ...support.sampling_mask import SamplingMask, op_arguments
+from ...support.sampling_mask import SamplingMask, supports_of
 from .._head_options import LogitsDtype, dtype_of_logits
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
@@ -135,7 +135,7 @@ class OurHead:
         problem = HeadProblem(
             hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature / logit_scale), cap,
             logits_dtype=dtype_of_logits(self.logits_dtype, dtype),
-            sampling_mask=op_arguments(sets, None if sets is None else 0, hidden),
+            supports=supports_of(sets, None if sets is None else 0, hidden),
         )  # fmt: skip
         at_backward = None if torch.compiler.is_compiling() else self._at_backward(weight, dtype)
         logprob, entropy = op.linear_logprob_entropy(problem, at_backward)

@@ -110,7 +110,7 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     supports = None
     if field is not None:
         supports = sampling_mask_of(data, field, width=width)[0]
-        padding = len(mask) + 1 - len(supports.offsets)  # the number of unread rows at the end, which get empty spans
+        padding = len(mask) + 1 - len(supports.offsets)  # the number of unread rows at the end, which get no support
         offsets = torch.cat([supports.offsets, supports.offsets[-1:].expand(padding)])
         supports = SamplingMask(supports.token_ids, offsets)
     return Read(mask, None if in_loss else min(len(read), len(mask)), supports, in_loss_and_old)

@@ -60,12 +60,12 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
         tokens = [row * values.shape[1] + torch.arange(length) for row, length in enumerate(lengths)]
         supports = SamplingMask.from_padded(values).index_select(torch.cat(tokens).to(values.device)).to(device)
     else:
-        spans: list[Sequence[int]] = []
+        of_rows: list[Sequence[int]] = []
         for row, (of_row, length) in enumerate(zip(values, lengths, strict=True)):
             if counted[row] and (of_row is None or len(of_row) != length):
                 raise wrong_number(field, row, 0 if of_row is None else len(of_row), length)
-            spans += of_row if counted[row] else [[]] * length
-        supports = SamplingMask.from_lists(spans).to(device)
+            of_rows += of_row if counted[row] else [[]] * length
+        supports = SamplingMask.from_lists(of_rows).to(device)
 
     places = places_of_responses(data, width)
     rows = len(data["input_ids"].values()) if width is None else width * len(lengths)
