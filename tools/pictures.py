@@ -4,9 +4,9 @@
     python tools/pictures.py ratios plan      # these
     python tools/pictures.py --check          # says which pictures show something else than today; writes nothing
 
-The library chooses what a picture shows as kept, and benchmarks/results has the times. The file of a picture holds what
-it shows as text, too. The check compares this text, because pixels change with matplotlib's releases, and needs no
-matplotlib.
+What a picture shows as kept is chosen by the library itself, and its times come from benchmarks/results. A picture's
+file also holds what the picture shows as text. The check compares this text, because pixels change with matplotlib's
+releases; so the check needs no matplotlib.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ int threads_for(int64_t columns) {
 
 // The sums of the stretches of long runs. A run is the places of one support or token, and is long if it has more than
 // kStretch places. Each stretch has a slot for `columns` floats and the sum of its factors. The index of a run's first
-// slot is the number of half stretches before the run. A run of n stretches covers at least n half stretches, so two
-// runs never use the same slot.
+// slot is the number of half stretches before the run. A run of n stretches, of which the last may be short, covers at
+// least n half stretches, so two runs never use the same slot.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;

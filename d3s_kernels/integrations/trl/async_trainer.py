@@ -68,9 +68,9 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     methods.
 
     Rollouts are chosen from windows of whole groups, on the process that has the worker's queue. Tokens are chosen from
-    the entropies of the training forward: exactly the budget's share of a micro-batch's loss terms on all processes. A
-    position that several samples share is computed once, and is a term of each of them. The loss is TRL's own, and its
-    value covers all terms.
+    the entropies of the training forward. Exactly the budget's share is kept of the loss terms that a micro-batch has
+    on all processes together. A position that several samples share is computed once, and is a term of each of them.
+    The loss is TRL's own, and its value covers all terms.
 
     With an ``off_policy_rule``, a term whose probability is too far from the generator's has no gradient. If the rule
     has weights, they replace TRL's ratio: the gradient is that of ``weight * advantage * logprob``. Where there is no

@@ -705,8 +705,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return None
 
     def _orders_rows(self) -> bool:
-        """Returns whether rows are ordered. With "auto", they are not if tokens are chosen, and their number is rounded
-        up, in each micro-batch: with other rows in a micro-batch, other tokens would be kept.
+        """Returns whether rows are ordered by length. With "auto", rows are not ordered if each micro-batch chooses its
+        own tokens, since then the rows of a micro-batch decide which tokens are kept.
         """
         keeps_all = self._budget().token_ratio == 1 and not self.args.drop_zeros
         same_tokens = keeps_all or self._tokens_before_update
