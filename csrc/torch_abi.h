@@ -437,19 +437,39 @@ struct Boxed<kernel> {
   }
 };
 
+inline std::string name_in(const std::string& schema) { return schema.substr(0, schema.find('(')); }
+
+inline std::string without_results(const std::string& schema) { return schema.substr(0, schema.find("->")) + "-> ()"; }
+
 }  // namespace d3s
 
-// Registers the kernel of an op for this library's dispatch key. The CPU library also registers the op in d3s_checks.
-#if defined(D3S_ON_GPU)
-#define D3S_REGISTER(op, kernel) \
-  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CUDA, library) { library.impl(op, d3s::Boxed<&kernel>::call); }
-#elif defined(D3S_CUDA)
-#define D3S_REGISTER(op, kernel) \
-  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library) { library.impl(op, d3s::Boxed<&kernel>::call); }
+// In a schema, numbers that trainers change from step to step are a SymInt (capacity, max_segment) or a tensor
+// (ratio_tensor, temperature_tensor), because torch.compile must not compile again for each new value. k and keep can
+// be passed as a SymInt or as a tensor. Some neighbouring arguments of a schema are one argument of its kernel: a
+// struct in C++ (ops/*_argument*.h), an object in Python (d3s_kernels/_arguments/bundles.py). For example, `k` and
+// `k_tensor` become one such argument, and so do the ids and the offsets of supports.
+//
+// D3S_REGISTER(schema, kernel) registers the kernel of an op for the dispatch key of this library. The CPU library,
+// which every process loads first, also declares the op. And it declares the op in d3s_checks, where the op only checks
+// its arguments: kernels that are written in Python call it first, so that a wrong argument gives the same message on
+// every back-end.
+#if defined(D3S_CUDA)
+#define D3S_DECLARE_OP(schema, kernel)
 #else
-#define D3S_REGISTER(op, kernel)                                                                        \
-  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library) { library.impl(op, d3s::Boxed<&kernel>::call); } \
-  STABLE_TORCH_LIBRARY_IMPL(d3s_checks, CompositeExplicitAutograd, library) {                           \
-    library.impl(op, d3s::Boxed<&kernel>::check);                                                       \
+#define D3S_DECLARE_OP(schema, kernel)                                                                      \
+  STABLE_TORCH_LIBRARY_FRAGMENT(d3s_kernels, library) { library.def(schema); }                              \
+  STABLE_TORCH_LIBRARY_FRAGMENT(d3s_checks, library) { library.def(d3s::without_results(schema).c_str()); } \
+  STABLE_TORCH_LIBRARY_IMPL(d3s_checks, CompositeExplicitAutograd, library) {                               \
+    library.impl(d3s::name_in(schema).c_str(), d3s::Boxed<&kernel>::check);                                 \
   }
 #endif
+#if defined(D3S_ON_GPU)
+#define D3S_DISPATCH_KEY CUDA
+#else
+#define D3S_DISPATCH_KEY CPU
+#endif
+#define D3S_REGISTER(schema, kernel)                                       \
+  D3S_DECLARE_OP(schema, kernel)                                           \
+  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, D3S_DISPATCH_KEY, library) {      \
+    library.impl(d3s::name_in(schema).c_str(), d3s::Boxed<&kernel>::call); \
+  }

@@ -139,7 +139,9 @@ def linear_logprob_entropy(
     does 10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
 
     With a ``sampling_mask``, the forward and the backward compute only the logits of the supports: the work for a row
-    is proportional to the size of its support. The hidden states of a row whose support has one id are not read.
+    is proportional to the size of its support. The hidden states of a row whose support has one id are not read. The
+    backward recomputes the logits of all supports, except where ``mask`` is False; the rest of its work is only for
+    rows whose incoming gradient is not 0.
 
     ``hidden``, ``weight`` and ``bias`` have the same dtype; or some are float32, and the others are converted to
     float32. The conversion is exact, but then all products take as long as in float32. **Each call** makes a float32

@@ -49,6 +49,8 @@ void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out
 
 }  // namespace
 
-D3S_REGISTER("wide_product_", wide_product_)
+// Computes out = hidden @ weight.T, with bfloat16 inputs and a float32 result. This op exists only on CPUs, where torch
+// has no such product.
+D3S_REGISTER("wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()", wide_product_)
 
 }  // namespace d3s

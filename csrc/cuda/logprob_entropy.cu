@@ -14,8 +14,7 @@
 //   … in half precision        narrow_gradients  as above                                -> front half of logits
 //
 // For a tile, the kernels read and write `states` instead of writing outputs and keys.
-#include "row_gradient.h"
-#include "softmax_lane.h"
+#include "softmax_rows.h"
 
 namespace d3s {
 namespace {

@@ -7,7 +7,7 @@
 #include "../ops/support_logits_backward.h"
 
 #include "collective.h"
-#include "row_gradient.h"
+#include "softmax_rows.h"
 
 namespace d3s {
 namespace {

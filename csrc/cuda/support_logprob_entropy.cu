@@ -9,8 +9,7 @@
 // length of the support. For a tile, rows_with_support reads and writes `states` instead of writing outputs.
 #include "../ops/support_logprob_entropy.h"
 
-#include "row_gradient.h"
-#include "softmax_lane.h"
+#include "softmax_rows.h"
 
 namespace d3s {
 namespace {  // internal linkage, like the states of core/softmax_state.h

@@ -19,6 +19,6 @@ std::tuple<Tensor, Tensor> compact(const Tensor& mask, int64_t capacity) {
 
 }  // namespace
 
-D3S_REGISTER("compact", compact)
+D3S_REGISTER("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)", compact)
 
 }  // namespace d3s

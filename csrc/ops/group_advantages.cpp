@@ -32,6 +32,9 @@ Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, co
 
 }  // namespace
 
-D3S_REGISTER("group_advantages", group_advantages)
+D3S_REGISTER(
+    "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
+    "-> Tensor",
+    group_advantages)
 
 }  // namespace d3s

@@ -89,10 +89,33 @@ FourTensors softmax_state_finish(const Tensor& state, const TemperatureArgument&
 
 }  // namespace
 
-D3S_REGISTER("logprob_entropy", logprob_entropy)
-D3S_REGISTER("logprob_entropy_backward", logprob_entropy_backward)
-D3S_REGISTER("logprob_entropy_backward_", logprob_entropy_backward_)
-D3S_REGISTER("softmax_state_", softmax_state_)
-D3S_REGISTER("softmax_state_finish", softmax_state_finish)
+// Over all tokens: ops that compute values for each row of logits [..., V].
+D3S_REGISTER(
+    "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    logprob_entropy)
+D3S_REGISTER(
+    "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None, SymInt? first_token=None) -> (Tensor grad_logits)",
+    logprob_entropy_backward)
+// The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without first_token,
+// the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4]. softmax_state_finish also
+// takes the states [shards, rows, 4] of vocabulary shards, and merges the shards in order. logprob_entropy_backward_
+// overwrites the tile with the gradient of the tile. If grad_dtype is half as wide as the dtype of the logits, the
+// gradient fills the front half of each row. logprob_entropy_backward writes the gradient to a new tensor instead.
+D3S_REGISTER(
+    "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
+    logprob_entropy_backward_)
+D3S_REGISTER(
+    "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()",
+    softmax_state_)
+D3S_REGISTER(
+    "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
+    "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    softmax_state_finish)
 
 }  // namespace d3s

@@ -30,6 +30,9 @@ Tensor max_variance_select(const Tensor& values, const KeepArgument& keep, const
 
 }  // namespace
 
-D3S_REGISTER("max_variance_select", max_variance_select)
+D3S_REGISTER(
+    "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
+    "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor",
+    max_variance_select)
 
 }  // namespace d3s

@@ -159,9 +159,23 @@ Tensor adaptive_clip(const Tensor& entropy, const Tensor& groups, const Optional
 
 }  // namespace
 
-D3S_REGISTER("importance_ratio", importance_ratio)
-D3S_REGISTER("importance_ratio_backward", importance_ratio_backward)
-D3S_REGISTER("entropy_groups", entropy_groups)
-D3S_REGISTER("adaptive_clip", adaptive_clip)
+// Group ids are int8; a token in no group has an id below 0.
+D3S_REGISTER(
+    "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
+    "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
+    "-> (Tensor ratio)",
+    importance_ratio)
+D3S_REGISTER(
+    "importance_ratio_backward(Tensor grad_ratio, Tensor ratio, Tensor? mask=None, Tensor? groups=None, "
+    "float low=-20.0, float high=20.0) -> (Tensor grad_logprob)",
+    importance_ratio_backward)
+D3S_REGISTER(
+    "entropy_groups(Tensor entropy, float[] quantiles, Tensor? mask=None, Tensor? offsets=None, "
+    "SymInt? max_segment=None, bool pooled=False) -> Tensor",
+    entropy_groups)
+D3S_REGISTER(
+    "adaptive_clip(Tensor entropy, Tensor groups, Tensor? mask, Tensor? offsets, int vocab_size, float alpha=0.02) "
+    "-> Tensor",
+    adaptive_clip)
 
 }  // namespace d3s

@@ -1,4 +1,5 @@
-// The arguments of supports, which public functions get as a sampling mask, and their checks. Values on a GPU are checked only with D3S_KERNELS_CHECK=1.
+// The arguments of supports, which public functions get as a sampling mask, and their checks. Values on a GPU are
+// checked only with D3S_KERNELS_CHECK=1.
 #pragma once
 
 #include <string>

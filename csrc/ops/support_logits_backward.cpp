@@ -30,6 +30,14 @@ FourTensors support_logits_backward(const GradientArguments& given, int64_t supp
 
 }  // namespace
 
-D3S_REGISTER("support_logits_backward", support_logits_backward)
+// Returns three lists of the same length as the list of support logits: the gradient of each logit, its row (-1 if it
+// has no gradient), and its token.
+D3S_REGISTER(
+    "support_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt support_of, Tensor support_ids, Tensor support_offsets, "
+    "bool include_label=False, float temperature=1.0, Tensor? temperature_tensor=None, float? logit_softcap=None, "
+    "Tensor? mask=None, SymInt? first_token=None) "
+    "-> (Tensor grad, Tensor rows, Tensor tokens, Tensor undefined)",
+    support_logits_backward)
 
 }  // namespace d3s

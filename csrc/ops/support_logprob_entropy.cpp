@@ -82,9 +82,31 @@ void support_logprob_entropy_backward_(const GradientArguments& given, const Ten
 
 }  // namespace
 
-D3S_REGISTER("support_rows", support_rows)
-D3S_REGISTER("support_logprob_entropy_", support_logprob_entropy_)
-D3S_REGISTER("support_softmax_state_", support_softmax_state_)
-D3S_REGISTER("support_logprob_entropy_backward_", support_logprob_entropy_backward_)
+// Some rows have a support, the ids of the tokens that could have been sampled. The results of such a row are over
+// these tokens. support_rows says which rows the ops of logprob_entropy.cpp have to compute, and whether there are more
+// such rows than max_dense_rows; the leading dimensions of `values` are the rows. The ops after it write the other rows
+// into results of the ops of logprob_entropy.cpp. They write NaN for all rows if `exceeded` is true.
+// support_logprob_entropy_backward_ takes a gradient that is 0 in the rows with a support.
+D3S_REGISTER(
+    "support_rows(Tensor values, Tensor support_ids, Tensor support_offsets, SymInt? max_dense_rows=None, "
+    "Tensor? mask=None) -> (Tensor dense, Tensor exceeded)",
+    support_rows)
+D3S_REGISTER(
+    "support_logprob_entropy_(Tensor(a!) logprob, Tensor(b!) entropy, Tensor(c!) row_max, Tensor(d!) log_sum, "
+    "Tensor logits, Tensor? labels, Tensor support_ids, Tensor support_offsets, bool include_label=False, "
+    "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? exceeded=None, "
+    "SymInt? support_of=None) -> ()",
+    support_logprob_entropy_)
+D3S_REGISTER(
+    "support_softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, Tensor support_ids, "
+    "Tensor support_offsets, bool include_label=False, SymInt? first_token=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? exceeded=None, SymInt? support_of=None) -> ()",
+    support_softmax_state_)
+D3S_REGISTER(
+    "support_logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, Tensor(a!) grad_logits, Tensor support_ids, "
+    "Tensor support_offsets, bool include_label=False, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None, SymInt? first_token=None) -> ()",
+    support_logprob_entropy_backward_)
 
 }  // namespace d3s

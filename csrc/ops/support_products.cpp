@@ -128,8 +128,23 @@ void support_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor
 
 }  // namespace
 
-D3S_REGISTER("support_logits", support_logits_op)
-D3S_REGISTER("support_hidden_grad_", support_hidden_grad_)
-D3S_REGISTER("support_weight_grad_", support_weight_grad_)
+// For an LM head, support_logits computes only the logits of the supports. It returns a list: first one logit for each
+// id, then one logit for the label of each row. If such a list is passed to the ops of support_logprob_entropy.cpp,
+// `support_of` is the number of tokens in the vocabulary or tile. From the lists that support_logits_backward returns,
+// support_hidden_grad_ computes the gradient of the hidden states, and support_weight_grad_ the gradients of weight and
+// bias.
+D3S_REGISTER(
+    "support_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor support_ids, Tensor support_offsets, "
+    "bool include_label=False, Tensor? bias=None, float? logit_softcap=None, Tensor? mask=None, "
+    "SymInt? first_token=None, ScalarType logits_dtype=float) -> Tensor",
+    support_logits_op)
+D3S_REGISTER(
+    "support_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
+    "Tensor(a!) out) -> ()",
+    support_hidden_grad_)
+D3S_REGISTER(
+    "support_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
+    "Tensor(b!)? bias_out=None) -> ()",
+    support_weight_grad_)
 
 }  // namespace d3s

@@ -104,8 +104,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(const Tenso
 
 }  // namespace
 
-D3S_REGISTER("topk_mask", topk_mask)
-D3S_REGISTER("select_tokens", select_tokens)
-D3S_REGISTER("select_tokens_from_logits", select_tokens_from_logits)
+D3S_REGISTER(
+    "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
+    "-> Tensor",
+    topk_mask)
+D3S_REGISTER(
+    "select_tokens(Tensor entropy, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, bool drop_zeros=False) "
+    "-> (Tensor mask, Tensor count, Tensor threshold)",
+    select_tokens)
+D3S_REGISTER(
+    "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, "
+    "bool drop_zeros=False, float temperature=1.0, Tensor? temperature_tensor=None) "
+    "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)",
+    select_tokens_from_logits)
 
 }  // namespace d3s

@@ -96,9 +96,19 @@ std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const 
 
 }  // namespace
 
-D3S_REGISTER("topk_order_keys", topk_order_keys)
-D3S_REGISTER("topk_count_digit", topk_count_digit)
-D3S_REGISTER("topk_choose_digit_", topk_choose_digit_)
-D3S_REGISTER("topk_mask_from_key", topk_mask_from_key)
+// Top-K selection in steps (topk_steps.h), for segments that are spread over several ranks.
+D3S_REGISTER(
+    "topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor",
+    topk_order_keys)
+D3S_REGISTER("topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor",
+             topk_count_digit)
+D3S_REGISTER(
+    "topk_choose_digit_(Tensor(a!) search, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
+    "SymInt? k=None, Tensor? k_tensor=None) -> ()",
+    topk_choose_digit_)
+D3S_REGISTER(
+    "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
+    "-> (Tensor mask, Tensor zeros, Tensor lowest)",
+    topk_mask_from_key)
 
 }  // namespace d3s

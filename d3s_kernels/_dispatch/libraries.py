@@ -89,4 +89,4 @@ def registered() -> list[str]:
 
 
 COMPILED = tuple(registered())
-"""The names of the ops of ``csrc/library.cpp``. The ops that are written in Python are declared later."""
+"""The names of the ops that ``csrc/ops`` registers. The ops that are written in Python are declared later."""

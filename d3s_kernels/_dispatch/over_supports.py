@@ -1,7 +1,7 @@
 """Log-probability and entropy over logits when some rows have a support; such a row is computed over its support only.
 
 Here the rows are divided and joined: the ops for all tokens compute the dense rows, which have no support, and the ops
-``support_*`` of ``csrc/library.cpp`` write the other rows into the same results.
+``support_*`` of ``csrc/ops`` write the other rows into the same results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arguments of the selections, for one process and for several ranks.
 
 For each selection, one function checks the types and devices of the public function's arguments, and returns the
-arguments of the op in the order of its schema (``csrc/library.cpp``). The op itself checks shapes and values: for
+arguments of the op in the order of its schema (``csrc/ops``). The op itself checks shapes and values: for
 instance, it refuses a ratio of 0.
 """
 

@@ -1,7 +1,7 @@
 """The ops in plain PyTorch, for devices and ops without a compiled kernel or a Triton kernel. Imports ``_arguments``
 and ``_segments``.
 
-Each kernel computes the op of ``csrc/library.cpp`` with the same name. Some arguments of the op, such as
+Each kernel computes the op of ``csrc/ops`` with the same name. Some arguments of the op, such as
 ``temperature`` and ``temperature_tensor``, are combined into one argument of the kernel (``_arguments/bundles.py``).
 Arguments are checked before a kernel runs. Only the values of tensors on a GPU are not checked: as in the CUDA kernels,
 an invalid value gives NaN or selects nothing. No kernel causes a host sync. The result for a row or a segment is

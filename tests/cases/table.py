@@ -1,4 +1,4 @@
-"""The table of ops: each op of ``csrc/library.cpp`` once, how its arguments are drawn, its exact results, and the
+"""The table of ops: each op of ``csrc/ops`` once, how its arguments are drawn, its exact results, and the
 allowed errors. ``FUNCTIONS`` is the same for the public functions, of which most are one op, and some several.
 
 ``tests/test_table.py``, the fuzzer, torch's opcheck, the emulated and the GPU suites, and both sanitizer runs each run
