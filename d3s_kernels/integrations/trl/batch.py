@@ -101,9 +101,7 @@ def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
 
 
 def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    """Returns the sizes of all dimensions except the first, the rows. These are each tensor's number of tokens, and the
-    width of the sets.
-    """
+    """Returns each tensor's sizes without the number of rows: the number of tokens and, for the sets, their width."""
     return [size for value in rows.values() for size in value.shape[1:]]
 
 

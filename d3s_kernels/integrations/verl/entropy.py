@@ -32,7 +32,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
         old_log_prob: ``[B, T]``. The result has the same shape, and is in nats.
 
     Raises:
-        ValueError: verl has not computed the entropies that ``source`` names, or their shape is not that of
+        ValueError: verl has not computed the entropies that ``source`` names, or their shape differs from the shape of
             ``old_log_prob``.
     """
     if source == "surprisal":
