@@ -15,18 +15,18 @@
 namespace {
 
 constexpr const char* kSchemas[] = {
-    // vocabulary: ops that compute values for each row of logits [..., V], over all tokens
+    // vocabulary: ops that compute values for each row of logits [..., V], over all ids
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None) -> (Tensor grad_logits)",
-    // The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without
-    // first_token, the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4].
-    // softmax_state_finish also takes the states [shards, rows, 4] of vocabulary shards, and merges the shards in
-    // order. logprob_entropy_backward_ overwrites the tile with the gradient of the tile. If grad_dtype is half as wide
-    // as the dtype of the logits, the gradient fills the front half of each row. logprob_entropy_backward writes the
-    // gradient to a new tensor instead.
+    // The same ops for a tile of the vocabulary. The first column of the tile is id first_token; without first_token,
+    // the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4]. softmax_state_finish
+    // also takes the states [shards, rows, 4] of vocabulary shards, and merges the shards in order.
+    // logprob_entropy_backward_ overwrites the tile with the gradient of the tile. If grad_dtype is half as wide as the
+    // dtype of the logits, the gradient fills the front half of each row. logprob_entropy_backward writes the gradient
+    // to a new tensor instead.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()",
     "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
@@ -34,10 +34,10 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // supports: some rows have a support, the ids of the tokens that could have been sampled. The results of such a row
-    // are over these tokens. support_rows says which rows the ops above have to compute, and whether there are more such
-    // rows than max_dense_rows; the leading dimensions of `values` are the rows. The ops after it write the other rows
-    // into results of the ops above. They write NaN for all rows if `exceeded` is true.
+    // supports: some rows have a support, the ids that could have been sampled. The results of such a row are over
+    // these ids. support_rows says which rows the ops above have to compute, and whether there are more of these rows
+    // than max_dense_rows; the leading dimensions of `values` are the rows. The ops after support_rows write the other
+    // rows into the results of the ops above. If `exceeded` is true, they write NaN for all rows.
     // support_logprob_entropy_backward_ takes a gradient that is 0 in the rows with a support.
     "support_rows(Tensor values, Tensor support_ids, Tensor support_offsets, SymInt? max_dense_rows=None, "
     "Tensor? mask=None) -> (Tensor dense, Tensor exceeded)",
@@ -54,7 +54,7 @@ constexpr const char* kSchemas[] = {
     "Tensor? mask=None, SymInt? first_token=None) -> ()",
     // For an LM head, support_logits computes only the logits of the supports. It returns a list: first one logit for
     // each id, then one logit for the label of each row. If such a list is passed to the ops above, `support_of` is the
-    // number of tokens in the vocabulary or tile. support_logits_backward returns three lists of the same length: the
+    // number of ids in the vocabulary or tile. support_logits_backward returns three lists of the same length: the
     // gradient of each logit, its row (-1 if it has no gradient), and its token. From these lists, support_hidden_grad_
     // computes the gradient of the hidden states, and support_weight_grad_ the gradients of weight and bias.
     "support_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor support_ids, Tensor support_offsets, "

@@ -1,5 +1,5 @@
-// Computes the matrix products of an LM head, but only for the tokens of supports. The places are divided evenly among
-// the threads.
+// Computes the matrix products of an LM head, but only for the ids of supports. The places are divided evenly among the
+// threads.
 #include "../ops/support_products.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Gathers the support logits of a row with a support, and treats them as a short dense row. The arguments have been
-// checked: every id is a token, and if an unmasked row has a label, the set of the row contains the label.
+// checked: every id is in the vocabulary, and if an unmasked row has a label, the set of the row contains the label.
 #pragma once
 
 #include <algorithm>

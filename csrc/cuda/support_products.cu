@@ -1,4 +1,4 @@
-// The matrix products of an LM head, computed only for the tokens of supports.
+// The matrix products of an LM head, computed only for the ids of supports.
 //
 //   launch                        kernel          reads                                -> writes
 //   support_logits (offsets)         check_offsets   offsets                              -> bad

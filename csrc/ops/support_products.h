@@ -1,9 +1,9 @@
-// The matrix products of an LM head, computed only for the tokens of supports. They are implemented in cpu/ and cuda/.
+// The matrix products of an LM head, computed only for the ids of supports. They are implemented in cpu/ and cuda/.
 // ops/support_products.cpp has checked the arguments. Nothing here depends on torch.
 //
-// A place is an index into a list of support logits, and stands for a row and a token of the row's set. There is one
-// place for each id of the supports, and then one place for each row. The place of a row is for its label, which
-// may join the row's set.
+// A place is an index into a list of support logits, and stands for a row and an id of the row's set. There is one
+// place for each id of the supports, and then one place for each row. The place of a row is for its label, which may
+// join the row's set.
 #pragma once
 
 #include "../core/float_bits.h"
@@ -72,7 +72,7 @@ struct SupportHead {
   SupportRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
 
   D3S_HOST_DEVICE int64_t places() const { return rows.supports.count + hidden.rows; }
-  // Returns whether the row's set is a single token. If so, no logit of the row is needed.
+  // Returns whether the row's set is a single id. If so, no logit of the row is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Support& support) const {
     return support.size == 1 &&
            !(rows.supports.include_label && rows.labels[row] >= 0 && rows.labels[row] != support.tokens[0]);
@@ -94,9 +94,9 @@ struct SupportHead {
   }
 };
 
-// Writes one logit for each place. The logit is -inf in four cases: the place belongs to no row; the token of the place
-// is in another shard; the row is masked out; or the set of the row is a single token. Offsets on a GPU may be
-// unchecked; if an offset is bad, all logits are NaN.
+// Writes one logit for each place. The logit is -inf in four cases: the place belongs to no row; the id of the place is
+// in another shard; the row is masked out; or the set of the row is a single id. Offsets on a GPU may be unchecked; if
+// an offset is bad, all logits are NaN.
 void support_logits(const SupportHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
