@@ -92,8 +92,8 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def support_logits(rows: HeadProblem) -> Tensor:
-    """Computes the support logits of a problem from :func:`flat_rows`. The result is expanded to ``[rows, support
-    logits]``, so that all rows share the same memory.
+    """Computes the support logits of a problem from :func:`flat_rows`. The result is expanded to
+    ``[rows, support logits]``, so that all rows share the same memory.
     """
     tile_start, mask, supports = rows.shard.tile_start, rows.mask, rows.supports.required
     logits = Head.of(rows).support_logits(rows.hidden, rows.labels, supports, mask, tile_start)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 DENSE = {"gemma", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"}
 NORM_AT_END = {"gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"}  # the MLP's last product goes through a norm
 EXPERTS = {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
-# Without a head_dim in its config, a model of these types does not have hidden size / heads as its head_dim.
+# If the config of such a model has no head_dim, the model's head_dim is not hidden size / heads.
 OWN_HEAD_DIM = {"gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "qwen3"}
 NUMBERS = {  # values of a config of Llama's or Mixtral's type, each with its option on the command line
     "num_hidden_layers": "--layers", "hidden_size": "--hidden", "intermediate_size": "--intermediate",

@@ -16,12 +16,13 @@ class Budget(NamedTuple):
 
 
 def progress_of(step: int, total_steps: int) -> float:
-    """Returns the share of training that is done when a step begins: 0 in the first step, and 1 in the last, so that it
-    has the schedule's end. All our trainers use this.
+    """Returns the share of training that is done when a step begins: 0 in the first step, and 1 in the last step, so
+    that the last step has the schedule's end. All our trainers use this.
 
     Args:
         step: the number of steps before this one. From ``total_steps`` on, training is done.
-        total_steps: the number of steps of the run. 1 step, or a number below 1 (which is not known yet), is a start.
+        total_steps: the number of steps of the run. If it is 1, or below 1 because it is not known yet, the result is
+            0.
 
     Example:
         >>> import d3s_kernels as d3s

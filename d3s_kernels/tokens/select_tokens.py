@@ -133,7 +133,7 @@ def select_tokens(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """Keeps the share ``ratio`` of the tokens, those with the largest scores; the default score is
+    """Keeps the tokens with the largest scores: the share ``ratio`` of all tokens. The default score is
     ``|advantage| * entropy`` (D3S).
 
     ========================== ================================= ==================================================
@@ -162,7 +162,7 @@ def select_tokens(
     The last two rules cut each sequence with :func:`d3s_kernels.random_prefixes`. "prefix" keeps all tokens before the
     cut, on average the share ``ratio``, which is at least 0.5. "prefix_advantage_entropy" cuts with the ratio 0.5, and
     keeps the share ``ratio`` of the tokens before the cuts. Multiply each token's loss by the result's ``weight``. If
-    sequences are cut before the forward, what comes after a cut need not be forwarded: then pass the cuts as ``mask``.
+    sequences are cut before the forward, the tokens after a cut need not be forwarded: then pass the cuts as ``mask``.
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.

@@ -64,8 +64,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """Returns the settings that determine the result, and a hash of the rows. A file is continued only if both equal
-    those in the file.
+    """Returns the settings that determine the result, and a hash of the rows. A file is continued only if its settings
+    and its hash are the same.
     """
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "device")}
     # If JSON cannot express a value, only the value's type is hashed.
