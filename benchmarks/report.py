@@ -33,7 +33,7 @@ class Line:
     value: str
     bound: str
     verdict: Verdict | None
-    did: str = ""  # what the two contenders did in their times, if they say it
+    did: str = ""  # what the two contenders did in their times, if they report it
 
     @property
     def outcome(self) -> str:

@@ -3,10 +3,11 @@
 
     python3 tools/cpu_seconds.py 260 make test
 
-CPU-seconds are user and system time of the command and its children; unlike wall time, they hardly depend on what else
-runs. Machines differ in speed by a factor of two. So a fixed piece of work is timed before and after the command, and
-the CPU-seconds are converted to those of the machine on which the bounds were set. More than ``SLACK`` times the bound
-is a failure; the slack allows for differences between machines that the piece of work does not show.
+CPU-seconds are user and system time of the command and its children; unlike wall time, they hardly depend on other
+programs. Machines differ in speed by a factor of two. So a fixed piece of work is timed before and after the command.
+Its time converts the command's CPU-seconds to CPU-seconds of the machine on which the bounds were set. More than
+``SLACK`` times the bound is a failure. The slack allows for differences between machines that the piece of work does
+not show.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def arguments() -> list[str]:
 
 
 def names_in(path: Path) -> set[str]:
-    """The identifiers of a file, including those in schemas, and strings that consist of one name."""
+    """The identifiers of a file, including the identifiers in schemas, and strings that consist of one name."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         text = re.sub(r"//.*", "", text)
