@@ -55,7 +55,7 @@ constexpr const char* kSchemas[] = {
     // For an LM head, support_logits computes only the logits of the supports. It returns a list: first one logit for
     // each id, then one logit for the label of each row. If such a list is passed to the ops above, `support_of` is the
     // number of ids in the vocabulary or tile. support_logits_backward returns three lists of the same length: the
-    // gradient of each logit, its row (-1 if it has no gradient), and its token. From these lists, support_hidden_grad_
+    // gradient of each logit, its row (-1 if it has no gradient), and its id. From these lists, support_hidden_grad_
     // computes the gradient of the hidden states, and support_weight_grad_ the gradients of weight and bias.
     "support_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor support_ids, Tensor support_offsets, "
     "bool include_label=False, Tensor? bias=None, float? logit_softcap=None, Tensor? mask=None, "

@@ -10,7 +10,7 @@
 
 namespace d3s {
 
-// The tokens of a row's set, stored as places: indices into the row's logits. Each thread reuses one object for all its
+// The ids of a row's set, stored as places: indices into the row's logits. Each thread reuses one object for all its
 // rows.
 template <class T>
 class SupportRow {

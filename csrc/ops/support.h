@@ -42,7 +42,7 @@ struct Supports {
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
   // These two functions return places: indices into a list of support logits. The list has one place for each id, in
-  // the order of `tokens`, and then one place for each row. The place of a row is used if its label joins its set.
+  // the order of the ids, and then one place for each row. The place of a row is used if its label joins its set.
   D3S_HOST_DEVICE int64_t place(const Support& support, int64_t i) const { return support.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 

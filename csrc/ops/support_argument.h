@@ -64,7 +64,7 @@ inline void require_offsets_of_ids(const Tensor& offsets, int64_t rows, int64_t 
 inline void require_ids(const Supports& supports, const Labels& labels, const bool* mask, int64_t rows,
                         int64_t vocabulary) {
   const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // for a tile, the size is unknown
-  std::vector<bool> seen;  // indexed by token; cleared after each row
+  std::vector<bool> seen;  // indexed by id; cleared after each row
   for (int64_t row = 0; row < rows; ++row) {
     const Support support = supports[row];
     const int64_t label = labels[row];

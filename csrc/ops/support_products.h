@@ -106,8 +106,8 @@ struct SupportGradient {
   const int32_t* tokens = nullptr;  // the weight row of each place
   int64_t places = 0;
 
-  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so the row and the token
-  // are tested here.
+  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so both values of the
+  // place are tested here.
   D3S_HOST_DEVICE bool has(int64_t place, int64_t row_count, int64_t token_count) const {
     return rows[place] >= 0 && rows[place] < row_count && tokens[place] >= 0 && tokens[place] < token_count;
   }
@@ -119,8 +119,8 @@ struct SupportGradient {
 void sum_for_rows(const SupportGradient& gradient, const Matrix& weight, const Segments& supports,
                   const bool* undefined, const Matrix& out, Device& device);
 
-// A token may be in the supports of several rows. For each of these rows, in their order, adds grad * hidden[row] to
-// out[token], and grad to bias_out[token]. `out` has the type of `hidden`, or float32, and may have no
+// An id, `token`, may be in the supports of several rows. For each of these rows, in their order, adds grad *
+// hidden[row] to out[token], and grad to bias_out[token]. `out` has the type of `hidden`, or float32, and may have no
 // columns. bias_out may be null.
 void add_for_tokens(const SupportGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NO_TOKEN = -1  # pads the sets
-# Processors that only drop tokens and do not change the other scores: the support records their whole effect.
+# Processors that only drop ids and do not change the other scores: the support records their whole effect.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
@@ -156,7 +156,7 @@ def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
 
     Raises:
         ValueError: raised by ``generate`` if a processor changes scores in another way than by a temperature or by
-            dropping tokens.
+            dropping ids.
 
     Example:
         >>> import torch, d3s_kernels as d3s
