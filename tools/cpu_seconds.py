@@ -20,7 +20,7 @@ import time
 import zlib
 
 SLACK = 1.6
-PIECES = 7  # pieces of work before the command, and as many after it
+PIECES = 7  # the number of pieces of work before the command, and also after it
 PIECE = 0.150  # CPU-seconds of a piece on the machine of the bounds: an AMD EPYC (Zen 4) of two cores, with Python 3.11
 
 

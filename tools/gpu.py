@@ -54,7 +54,7 @@ class Part:
     command: tuple[object, ...]
     environment: dict[str, str] = field(default_factory=dict)
     tells: str = r"^(FAILED|ERROR|CRASHED) |^=+ .*(passed|failed|error).* in "  # the lines that the summary repeats
-    lines: int = 14  # at most so many of these lines
+    lines: int = 14  # the maximum number of these lines
 
 
 @dataclass(frozen=True)

@@ -431,7 +431,9 @@ TOKEN_MASK = torch.arange(24) < torch.tensor([24, 17, 22, 24, 20, 13]).unsqueeze
 
 
 def drawn(draw: Callable[[], float]) -> Tensor:
-    """A number for each token. Python's random numbers are the same in all its versions; torch's may change."""
+    """Random numbers, one for each token. Python draws them, since only torch's random numbers may change with a
+    version.
+    """
     return torch.tensor([[draw() for _ in row] for row in TOKEN_MASK])
 
 
@@ -802,7 +804,7 @@ PICTURES |= {ROOT / "docs" / "methods" / f"{make.__name__}.png": make for make i
 
 
 def outdated() -> list[str]:
-    """The files that are too large, or that do not match what the library chooses today and today's results."""
+    """The files that are too large, or that do not match the library's present choices and the present results."""
     return [
         str(path.relative_to(ROOT))
         for path, make in PICTURES.items()

@@ -46,7 +46,7 @@ struct Supports {
   D3S_HOST_DEVICE int64_t place(const Support& support, int64_t i) const { return support.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
-  // Returns the row whose ids have this place among them, or -1 if there is none.
+  // Returns the row of the id at this place, or -1 if the id belongs to no row.
   D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
     int64_t low = 0, high = rows;
     while (low < high) {

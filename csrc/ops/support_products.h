@@ -82,7 +82,8 @@ struct SupportHead {
   D3S_HOST_DEVICE bool may_join(int64_t row, const Support& support) const {
     return rows.supports.include_label && support.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
-  // Turns the product of a hidden state and a weight row into a logit. The rounding steps are those of the dense head.
+  // Turns the product of a hidden state and a weight row into a logit. The rounding steps are the same as in the dense
+  // head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
     float z = rounded(product, logits_type);
     if (bias.values) z = rounded(z + bias[weight_row], logits_type);

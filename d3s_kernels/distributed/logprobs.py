@@ -175,7 +175,7 @@ def vocab_parallel_linear_logprob_entropy(
 
     All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` must
     be the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
-    ``weight_grad_into`` sharded like ``weight_shard``, and the rest replicated on these ranks.
+    ``weight_grad_into`` sharded like ``weight_shard``, and all others replicated on these ranks.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need the gradient of

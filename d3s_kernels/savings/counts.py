@@ -6,7 +6,8 @@ and the gradients of the hidden state and of the weight. Our head computes ``1 +
 share of the tokens that are kept. If the kept tokens are known before the update (``entropy_from="rollout"``), our head
 computes ``4 r`` products, and the body computes only rows with a kept token, up to the last column with a kept token.
 
-TRL's micro-batches have equal numbers of rows, all as wide as the batch. Ours are those of ``order_rows="auto"``.
+TRL's micro-batches have equal numbers of rows, all as wide as the batch. Our micro-batches are as with
+``order_rows="auto"``.
 """
 
 from __future__ import annotations

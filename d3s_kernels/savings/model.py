@@ -38,7 +38,7 @@ class Model(NamedTuple):
         """Returns the operations of the body's forward, of its recomputation, and of its backward.
 
         A forward of L columns has ``2 rows L (linear + 2 attention L)`` operations, since attention counts as full
-        squares. A backward has twice as many, but leaves out the gradients of the weights if the weights are
+        squares. A backward has twice as many operations, but leaves out the gradients of the weights if the weights are
         ``frozen``. The recomputation of a layer stops at the last tensor that the layer's backward reads (torch's
         ``early_stop``). If a layer ends with a product, that tensor is the input of the product.
         """

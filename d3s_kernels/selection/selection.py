@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 
 class Selection:
-    """Makes D3S's two choices: which rollouts to keep, and which of their tokens. Both depend on the options and the
-    progress of training.
+    """Makes D3S's two choices: which rollouts to keep, and which tokens of these rollouts. Both choices depend on the
+    options and the progress of training.
 
     Args:
         options: a :class:`SelectionOptions`, or a trainer's options that inherit it.

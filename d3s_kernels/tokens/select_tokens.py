@@ -151,7 +151,8 @@ def select_tokens(
     Scores are computed in float32 during the selection and never stored. ``scope="batch"`` pools all tokens, as D3S's
     formula does. With an outcome reward, ``|A|`` is constant within a sequence, so that with scope "sequence" only the
     entropy would decide. Counts, ties and NaN are as in :func:`topk_mask`. With the rule "advantage", nearly all scores
-    tie, so mostly the index decides: of equal scores, the first in the batch are kept. The result has no gradient.
+    tie. Then the index decides: of equal scores, the scores that come first in the batch are kept. The result has no
+    gradient.
 
     "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
     ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than

@@ -122,7 +122,7 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
 
 def concatenated(parts: list[Batch]) -> Batch:
-    """Returns one batch with the rows of several batches that have the same columns, with their images."""
+    """Returns one batch with the rows and images of several batches, which have the same columns."""
     by_rollout = [split_pixel_values_by_grid(part) for part in parts]
 
     def together(values: list[Any]) -> Any:

@@ -1,4 +1,6 @@
-"""The columns of a batch that rows need: rows are ordered by their lengths, and each part is cut to its own columns."""
+"""Cuts batches to the columns that their rows need: rows are ordered by length, and each part is cut to its own
+columns.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def means(metrics: dict[str, list[Any]], weights: dict[str, list[Any]]) -> dict[
 
 
 def _on_host(lists: list[list[Any]]) -> list[list[float]]:
-    """Returns the lists with a number in place of each 0-d tensor. There is one host sync for all of them."""
+    """Returns the lists with their 0-d tensors replaced by numbers. There is one host sync for all lists."""
     waiting = [value.double() for values in lists for value in values if isinstance(value, Tensor)]
     numbers = iter(torch.stack(waiting).tolist())
     return [[next(numbers) if isinstance(value, Tensor) else value for value in values] for values in lists]

@@ -94,7 +94,7 @@ class Call(NamedTuple):
     needed: Tensor | None  # marks which of the last columns' tokens are scored; None: all tokens
     tokens: Tensor
     attention: Tensor
-    columns: int  # the number of scored columns, the last ones of ``tokens``
+    columns: int  # the number of scored columns, which are the last columns of ``tokens``
     more: tuple[Any, ...]  # further arguments; the first one is the number of rows that TRL scores at a time
     options: dict[str, Any]  # further arguments by name: what to compute, and images
 

@@ -311,7 +311,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             return evaluated
         page = self._page_of_this_step()
-        columns = list(inputs[0]) if self.args.refill else []  # TRL adds what a rollout_func returns to the examples
+        columns = list(inputs[0]) if self.args.refill else []  # TRL adds the results of a rollout_func to the examples
         made = self._generated(inputs)
         if self.args.refill:
             made = self._refilled(made, columns)

@@ -15,7 +15,7 @@ _OF_TOKENS = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro", "cispo")
 _OF_ROWS = ("gspo", "espo", "clip_cov", "kl_cov")
 _MEAN_OF_ROWS, _OF_WIDTH = "seq-mean-token-mean", "seq-mean-token-sum-norm"
 WEIGHT = "d3s_weight"
-"""The field of a row with the factors for its tokens' KL loss and entropy bonus."""
+"""The name of a row's field. The field has, for each token, the factor for the KL loss and the entropy bonus."""
 WEIGHED = "actor/d3s_weighed"
 """The name of a worker's metric, which says that the worker has used :data:`WEIGHT`."""
 
@@ -51,8 +51,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(config: Any, options: D3SOptions) -> Plan:
-    """Returns the plan for verl's whole configuration. Rows are shortened if no token's loss depends on the rest of its
-    row.
+    """Returns the plan for verl's whole configuration. Rows are shortened if no token's loss depends on other tokens of
+    its row.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss = actor.policy_loss.get("loss_mode", "vanilla")
