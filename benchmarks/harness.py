@@ -81,7 +81,7 @@ class Contest:
         self.judged = judged
         self.excluded = excluded
         self.strict = strict
-        self.seconds: float | None = None  # a contest's limit, if any; if a peer uses it up, the rest gets half of it
+        self.seconds: float | None = None  # a contest's limit, if any; if a peer uses it up, other peers get half of it
         self.name_ends = ""  # a file may set this end for the names of all its contests
 
     def limit(self, seconds: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Times our update and TRL's, in turns, on a batch in which TRL's correction of vLLM's probabilities multiplies the
+"""Times our update and TRL's update, in turns. In the batch, TRL corrects vLLM's probabilities, which multiplies the
 loss of some tokens by 0.
 
     python -m benchmarks.off_policy_update

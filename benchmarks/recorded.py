@@ -65,9 +65,9 @@ def lengths_of_6092(rows: int, completion: int, generator: torch.Generator) -> t
     """The lengths of prompts and of answers as in the benchmark of trl#6092, scaled from 4,096 tokens to `completion`.
 
     In that benchmark, an answer's length is log-normal, with median 700 and sigma 0.9, and one answer in ten is cut off
-    at 4,096 tokens. The rollouts of a group share a prompt. The median of prompts is 256; their sigma is not published,
-    and 0.55 gives the published mean of prompts with answers, 1,597. The lengths are evenly spaced quantiles in random
-    order, since a few draws may be far from the distribution.
+    at 4,096 tokens. The rollouts of a group share a prompt. The median length of prompts is 256; the sigma of prompts
+    is not published. With a sigma of 0.55, prompt and answer together have the published mean length, 1,597. The
+    lengths are evenly spaced quantiles in random order, since a few draws may be far from the distribution.
     """
 
     def log_normal(number: int, median: float, sigma: float) -> Tensor:

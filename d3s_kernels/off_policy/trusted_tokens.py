@@ -47,8 +47,8 @@ class TrustedTokens(NamedTuple):
     """int64, 0-d: the number of trusted tokens."""
 
     def only(self, tokens: Tensor) -> TrustedTokens:
-        """Returns the trusted tokens that are among ``tokens``, bool of the shape of ``mask``. The count is then the
-        number on this rank only.
+        """Returns the trusted tokens that are among ``tokens``, bool of the shape of ``mask``. The count of the result
+        is the number on this rank only.
         """
         left = self.mask & tokens
         return TrustedTokens(left, self.weight * left, left.sum())

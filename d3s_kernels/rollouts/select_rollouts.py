@@ -48,8 +48,8 @@ def group_advantages(
 
     Across ranks, rewards are gathered once. Nothing is sent if each group is whole on one rank and ``scale`` is not
     "batch". Rewards that are sent must have the same dtype on all ranks, after the conversion of integers. If dtypes
-    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host cannot see this, so all advantages are
-    NaN instead.
+    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host cannot see whether dtypes differ, so all
+    advantages are NaN instead.
 
     Args:
         rewards: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,

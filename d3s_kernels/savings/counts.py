@@ -4,7 +4,8 @@ choices of D3S.
 TRL's LM head computes four products for a labelled token: in the forward the logits; in the backward the logits again,
 and the gradients of the hidden state and of the weight. Our head computes ``1 + 3 r`` products, where ``r`` is the
 share of the tokens that are kept. If the kept tokens are known before the update (``entropy_from="rollout"``), our head
-computes ``4 r`` products, and the body computes only rows with a kept token, up to the last column with a kept token.
+computes ``4 r`` products, and the body computes only the rows with a kept token, and only the columns up to the last
+kept token.
 
 TRL's micro-batches have equal numbers of rows, all as wide as the batch. Our micro-batches are as with
 ``order_rows="auto"``.

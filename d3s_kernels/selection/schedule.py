@@ -36,8 +36,8 @@ class DownSamplingSchedule:
     """A function from the progress of training to the budget, which changes from ``start`` to ``end``.
 
     ``linear`` is the paper's shape (arXiv 2509.22115): ``(1 - p) start + p end`` at progress p. The defaults of
-    ``start`` and ``end`` are from the paper. ``cosine`` starts and ends slowly; ``exponential`` grows by equal factors
-    over equal steps of p. The number of rollouts is rounded to the nearest integer, half up.
+    ``start`` and ``end`` are from the paper. ``cosine`` changes slowly at the start and at the end; ``exponential``
+    grows by equal factors over equal steps of p. The number of rollouts is rounded to the nearest integer, half up.
 
     Args:
         start: the budget at progress 0; rollouts at least 1, token_ratio in (0, 1].

@@ -2,9 +2,9 @@
 counts successes.
 
 Such a profile is the first step of sGPO (arXiv 2606.08854). The command writes one line of JSON for each finished
-query. If it is interrupted, the same command continues, and the result is the same as without the interruption. Each
-completion has its own random numbers, so another batch size or device changes only rounding, which in rare cases
-changes a sampled token.
+query. If it is interrupted, the same command continues the profile, and the result is the same as without the
+interruption. Each completion has its own random numbers, so another batch size or device changes only rounding, which
+in rare cases changes a sampled token.
 
     d3s profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
         --reward rewards.py:is_correct --out profile.jsonl
