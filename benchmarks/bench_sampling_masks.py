@@ -1,5 +1,5 @@
-"""logprob_entropy over the tokens that were kept when a token was sampled. Each row has one span of kept tokens; spans
-are as long as in inference engines.
+"""logprob_entropy with sampling masks. Each row has a support, one span of ids; supports are as large as in inference
+engines.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,10 @@ def ours(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def in_turn(kept: inputs.Kept, vocabulary: int, itemsize: int) -> Inputs:
-    """Gives each call other kept tokens. If all calls had the same kept tokens, their few logits would stay in a GPU's
-    cache.
+    """Gives each call other supports. If all calls had the same supports, the few logits of the supports would stay in
+    a GPU's cache.
     """
-    step = 149  # each set has the ids of the previous set plus 149, so that a span has other tokens in the next set
+    step = 149  # each set has the ids of the previous set plus 149, so that a span has other ids in the next set
     new = 0.7  # the share of a set's logits that are in no other set; long spans share some logits
 
     @cache  # the sets are the same for all contenders
@@ -67,7 +67,7 @@ def test_forward(contest: Contest, logits, kept, size) -> None:
 
 
 def test_forward_and_backward(contest: Contest, logits, kept, size) -> None:
-    """All calls have the same kept tokens, since the dense gradient alone is larger than any cache."""
+    """All calls have the same supports, since the dense gradient alone is larger than any cache."""
     gradients = inputs.advantages(*kept.labels.shape), inputs.entropies(*kept.labels.shape)
 
     def step(function: Callable[[Tensor, inputs.Kept], tuple[Tensor, Tensor]]) -> Work:

@@ -1,5 +1,5 @@
-"""linear_logprob_entropy over the tokens that were kept when a token was sampled. Each row has one span of kept tokens;
-spans are as long as in inference engines.
+"""linear_logprob_entropy with sampling masks. Each row has a support, one span of ids; supports are as large as in
+inference engines.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .clock import Slow, Work
 from .harness import Contest, close, describe
 from .sizes import SHORT, Sizes
 
-ENGINES_MEAN = 8  # mean number of kept tokens per row; other means show where computing all columns is faster
+ENGINES_MEAN = 8  # mean number of ids in a row's support; other means show where computing all columns is faster
 MEANS = [1, ENGINES_MEAN, 64, 512, 4_096]
 
 
@@ -50,8 +50,8 @@ def kept(sizes: Sizes) -> inputs.Kept:
 
 @pytest.fixture(scope="module")
 def every_token(head: Head, kept: inputs.Kept) -> Work:
-    """A step over all tokens. It does not depend on the spans. It takes 40 s on two cores without instructions for
-    bfloat16.
+    """A step over the whole vocabulary. It does not depend on the spans. It takes 40 s on two cores without
+    instructions for bfloat16.
     """
     return Slow(step(dense, head, kept, weight_grad_into=head.weight_grad, max_grad_rows=len(head.hidden)))
 
@@ -109,8 +109,8 @@ def test_forward_and_backward(contest: Contest, sizes: Sizes, head: Head, kept: 
         size_of(head, kept),
         step(ours, head, kept),
         peers=rivals(sizes, lambda loss: step(loss, head, kept)),
-        # The step over all tokens does not allocate the dense gradient that `zeros_like` allocates. To allocate it
-        # would add a few percent to the time of the step.
+        # The step over the whole vocabulary does not allocate the dense gradient that `zeros_like` allocates. This
+        # allocation would add a few percent to the time of the step.
         yardsticks={"all tokens": every_token, "zeros_like": lambda: torch.zeros_like(head.weight)},
         agree=close_where_kept(kept, 0.02),
     )
@@ -130,7 +130,7 @@ def test_added_to_a_gradient(contest: Contest, sizes: Sizes, head: Head, every_t
 
 def close_where_kept(kept: inputs.Kept, tolerance: float):
     """Two gradients agree if the norm of their difference is at most `tolerance` times the norm of ours. The weight's
-    gradient is compared only in the rows of kept tokens.
+    gradient is compared only in the rows of the supports' ids.
     """
     rows = kept.mask.token_ids.unique()
 

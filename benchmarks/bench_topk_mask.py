@@ -18,7 +18,7 @@ from .targets import FLASHINFER, RAGGED
 
 # The number of scores in the last row of each request. FlashInfer's benchmark is a prefill of four requests with 128
 # rows each. Every row has one score more than the row before it. With the numbers below, the shortest, the mean and the
-# longest length of the rows are those that FlashInfer states.
+# longest length of the rows are equal to the lengths that FlashInfer states.
 LAST_ROWS = 502, 6_389, 9_389, 12_411
 
 

@@ -43,7 +43,9 @@ def size(sizes: Sizes) -> str:
 
 @pytest.mark.parametrize(("number", "lengths"), [(2, RECORDED), (4, RECORDED), (8, RECORDED), (8, TRL_6092)])
 def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str) -> None:
-    """An update as TRL's users run it. On a CPU, where it is slow, all but ours are timed once for both contests."""
+    """An update as TRL's users run it. On a CPU, where it is slow, all contenders except ours are timed only once, for
+    both contests.
+    """
     from .trl_step import OURS_PADDED, OURS_ROLLOUTS, SHAPES, Step, shape_and_sizes
 
     model, sizes = shape_and_sizes(number, sizes)
@@ -60,7 +62,7 @@ def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str
 
 
 def test_prefixes(contest: Contest, sizes: Sizes) -> None:
-    """NAT at half of the tokens, in eight micro-batches of equal work, beside all tokens."""
+    """NAT at half of the tokens, in eight micro-batches of equal work, compared with all tokens."""
     from .trl_step import OURS_PREFIXES, SHAPES, Step, shape_and_sizes
 
     model, sizes = shape_and_sizes(8, sizes)

@@ -17,12 +17,12 @@ SECONDS_PER_TURN = 0.01  # a call that is shorter is repeated within a turn; sho
 
 
 class Inputs(NamedTuple):
-    """The arguments of every contender. A GPU's clock also makes further arguments, and uses all of them in turn. So
-    when the same arguments are used again, their data are no longer in the cache.
+    """The arguments of every contender. A GPU's clock makes further arguments, and uses all arguments one after the
+    other. So when arguments are used again, their data are no longer in the cache.
     """
 
     arguments: tuple[Any, ...] = ()
-    touched: int = 0  # each contender touches at least so many bytes of its arguments
+    touched: int = 0  # each contender touches at least this many bytes of its arguments
     further: Callable[[int], tuple[Any, ...]] | None = None  # makes the i-th further arguments, from i = 1
 
 

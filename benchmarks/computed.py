@@ -24,7 +24,7 @@ def is_source(contest: str) -> bool:
 
 
 def with_computed(contests: dict[str, Contenders]) -> dict[str, Contenders]:
-    """The contests, with the computed contests in place of their sources."""
+    """The contests; computed contests replace their sources."""
     return {
         contest.replace(SOURCE, WHOLE): whole(rivals) if is_source(contest) else rivals
         for contest, rivals in contests.items()

@@ -33,8 +33,8 @@ MOST_CALLS_QUEUED = 200  # fewer launches than the driver's queue holds; a full 
 
 
 class Rotating:
-    """The same work, on its own inputs and on further inputs in turn. The inputs are together twice as large as the
-    cache, so the inputs of the next call are never in the cache.
+    """The same work, which uses its own inputs and further inputs one after the other. All inputs together are twice as
+    large as the cache, so the inputs of the next call are never in the cache.
     """
 
     def __init__(self, work: Callable[..., Any], inputs: Inputs, cache_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """Contests: callables that compute the same result, timed in turns.
 
-The speed of a machine varies over time. So the contenders of a contest take turns, round after round, and what disturbs
-the machine disturbs all contenders. judging.py compares their times.
+The speed of a machine varies over time. So the contenders of a contest take turns, round after round, and a disturbance
+of the machine affects all contenders. judging.py compares their times.
 
 A GPU that draws much power lowers its clock. If a contender's clock differs from ours in a round, the round is
 repeated.
@@ -81,7 +81,7 @@ class Contest:
         self.judged = judged
         self.excluded = excluded
         self.strict = strict
-        self.seconds: float | None = None  # a contest's limit, if any; if a peer uses it up, the rest gets half of it
+        self.seconds: float | None = None  # a contest's limit, if any; if a peer uses it up, other peers get half of it
         self.name_ends = ""  # a file may set this end for the names of all its contests
 
     def limit(self, seconds: float | None) -> None:

@@ -42,7 +42,7 @@ class Kept:
 
     @cached_property
     def padded(self) -> torch.Tensor:
-        """The kept ids as trainers hold them: int64 [..., K], padded with -1."""
+        """The supports as trainers hold them: int64 [..., K], padded with -1."""
         lengths = self.mask.offsets.diff()
         row = torch.repeat_interleave(lengths)
         place = torch.arange(len(row), device=row.device) - self.mask.offsets[row]
@@ -58,7 +58,7 @@ class Kept:
         return other
 
     def sectors(self, vocabulary: int, itemsize: int) -> int:
-        """How many sectors of a GPU's memory contain a logit of a kept token, if each logit has `itemsize` bytes."""
+        """How many sectors of a GPU's memory contain a logit of a support, if each logit has `itemsize` bytes."""
         row = torch.repeat_interleave(self.mask.offsets.diff())
         return ((row * vocabulary + self.mask.token_ids) * itemsize // SECTOR).unique().numel()
 
@@ -69,8 +69,8 @@ def kept_tokens(sizes: Sizes) -> Kept:
 
 
 def draw_kept(vocabulary: int, *shape: int, mean: float = 8) -> Kept:
-    """Spans of kept tokens, with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, the mean is 8
-    tokens, and 99 % have at most 82 tokens. For another mean, all sizes are scaled.
+    """Supports, each a span of ids, with the sizes that prime-rl reports for top-p 0.97: 45 % have one id, the mean is
+    8 ids, and 99 % have at most 82 ids. For another mean, all sizes are scaled.
     """
     draws = torch.Generator().manual_seed(20_250_922)
     lengths = torch.randn(shape, generator=draws).mul(1.19).add(1.9).exp().long().clamp(2, 512).flatten()

@@ -72,8 +72,8 @@ def range_of_parts(above: list[float], below: list[float]) -> Interval | None:
     """The range of the parts' ratios, or None if there are too few rounds. Each part compares the contenders' fastest
     rounds within this part.
 
-    The rounds are dealt to the parts in turn. So each part has rounds from the whole contest, and rounds with either
-    order of the contenders. The ratio of all rounds always lies in this range.
+    The first part has the rounds 1, 4, 7, ..., the second part the rounds 2, 5, 8, ... So each part has rounds from the
+    whole contest, and rounds with either order of the contenders. The ratio of all rounds always lies in this range.
     """
     if len(above) < PARTS * OF_A_PART:
         return None

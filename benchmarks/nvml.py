@@ -35,7 +35,7 @@ class FieldValue(ctypes.Structure):
 
 
 class Unreadable(Exception):
-    """NVML is missing, or does not report what it is asked for."""
+    """NVML is missing, or does not report a requested value."""
 
 
 def gauge_of(device: torch.device) -> "Gauge | None":

@@ -1,4 +1,4 @@
-"""Times our update and TRL's, in turns, on a batch in which TRL's correction of vLLM's probabilities multiplies the
+"""Times our update and TRL's update, in turns. In the batch, TRL corrects vLLM's probabilities, which multiplies the
 loss of some tokens by 0.
 
     python -m benchmarks.off_policy_update
@@ -37,7 +37,7 @@ def updates(sizes: Sizes, model: str, dropped: float, of_sequences: bool) -> dic
     shape = (sizes.rollouts, 1) if of_sequences else shape_of_tokens
     order = torch.rand(shape, generator=generator).flatten().argsort()
     batch["importance_sampling_ratio"] = (order >= round(dropped * len(order))).float().view(shape).to(inputs.device)
-    batch["advantages"] = inputs.advantages(sizes.rollouts)  # no advantage is 0: only what is off-policy is left out
+    batch["advantages"] = inputs.advantages(sizes.rollouts)  # no advantage is 0: only off-policy tokens are left out
     vocabulary = SHAPES[model].vocabulary or sizes.vocabulary
     # close to the log-probabilities of a model with random weights
     batch["old_per_token_logps"] = torch.full(shape_of_tokens, -math.log(vocabulary), device=inputs.device)

@@ -1,4 +1,5 @@
-"""The order of the contests on a GPU: first the most important ones, last the less important ones that start slowly.
+"""The order of the contests on a GPU: first the most important contests, last less important contests that start
+slowly.
 
 A GPU is available for minutes, and a run may end at any moment. Each line below has a beginning of test ids, and a
 number of seconds. A test whose id has this beginning stops after this number of seconds, and keeps the rounds that it

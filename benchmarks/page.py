@@ -44,12 +44,12 @@ alone" is this machine limited to AVX2, in the library, in torch and in torch.co
 
 
 def read(path: Path) -> Run:
-    """The run in this file, without what was withdrawn."""
+    """The run in this file, without withdrawn figures."""
     return what_stands(json.loads(path.read_text(encoding="utf-8")), path.stem)
 
 
 def newest() -> list[Run]:
-    """The latest run of each machine without what was withdrawn, GPUs first, the newest first."""
+    """The latest run of each machine, without withdrawn figures: GPUs first, and newer runs first."""
     runs = {run["machine"]: run for run in map(read, sorted(RESULTS.glob("*.json"), key=lambda path: path.stem[-10:]))}
     return sorted(runs.values(), key=lambda run: (run["device"], run["date"]), reverse=True)
 

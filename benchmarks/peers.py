@@ -27,7 +27,7 @@ from .targets import TRL_TRITON
 ON_GPU = trl_peers.ON_GPU
 TRL = TRL_TRITON if ON_GPU else "TRL"
 Peer = Callable[..., object]
-PAIRS_AT_ONCE = 1 << 17  # pairs of a row and a kept token; with 3,584 features, their products take 940 MB
+PAIRS_AT_ONCE = 1 << 17  # pairs of a row and a support's id; with 3,584 features, their products take 940 MB
 
 
 def from_trl(peer: Peer) -> Peer | None:
@@ -191,8 +191,8 @@ def compiled(function: Callable) -> Callable | None:
 
 
 def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Replays sampling masks as slime does: sets the logits of tokens that were not kept to -inf, and passes all logits
-    to our op.
+    """Replays sampling masks as slime does: sets the logits outside the supports to -inf, and passes all logits to our
+    op.
     """
     ids = kept.padded
     keeps = torch.zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
@@ -201,7 +201,9 @@ def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def gathered(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Gathers the kept logits, padded to the longest span, and computes with only these, as prime-rl does."""
+    """Gathers the logits of the supports, padded to the longest support, and computes with only these, as prime-rl
+    does.
+    """
     return of_padded(logits.gather(-1, kept.padded.clamp(min=0)), kept)
 
 
@@ -214,22 +216,24 @@ def of_padded(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 
 def all_logits(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Replays sampling masks from hidden states as prime-rl does: computes the logits of all tokens, and gathers the
-    kept logits. prime-rl cuts the vocabulary into chunks and recomputes the logits in the backward, which is slower.
-    Here there are no chunks, since all logits fit into memory.
+    """Replays sampling masks from hidden states as prime-rl does: computes the logits of all ids, and gathers the
+    logits of the supports. prime-rl cuts the vocabulary into chunks and recomputes the logits in the backward, which is
+    slower. Here there are no chunks, since all logits fit into memory.
     """
     return gathered(F.linear(hidden, weight), kept)
 
 
 def kept_columns_padded(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Replays sampling masks from hidden states as SkyRL does: computes only logits of kept tokens and of padding."""
+    """Replays sampling masks from hidden states as SkyRL does: computes only the logits of the supports and of
+    padding.
+    """
     ids = kept.padded
     row = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
     return of_padded(of_pairs(hidden, weight, row, ids.flatten().clamp(min=0)).view(ids.shape), kept)
 
 
 def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
-    """Computes only the logits of kept tokens, without padding, as SkyRL proposes."""
+    """Computes only the logits of the supports, without padding, as SkyRL proposes."""
     ids, lengths = kept.mask.token_ids, kept.mask.offsets.diff()
     row = torch.repeat_interleave(lengths, output_size=len(ids))
     logits = of_pairs(hidden, weight, row, ids)
@@ -243,7 +247,7 @@ def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Ten
 
 
 def of_pairs(hidden: Tensor, weight: Tensor, row: Tensor, ids: Tensor) -> Tensor:
-    """Computes one logit for each pair of a row and a token. The pairs are processed in chunks, and the backward
+    """Computes one logit for each pair of a row and an id. The pairs are processed in chunks, and the backward
     recomputes each chunk: on a GPU, the products of all pairs would not fit into memory at the same time.
     """
 
@@ -295,8 +299,8 @@ def trl_token_mask(logits: Tensor, advantages: Tensor, ratio: float) -> Tensor:
 
 
 def max_variance(values: Tensor, keep: int) -> Tensor:
-    """Marks those `keep` values of each row that have the largest variance. It sorts the row, forms running sums, and
-    compares all splits in one pass.
+    """Marks the `keep` values of each row that together have the largest variance. It sorts the row, forms running
+    sums, and compares all splits in one pass.
     """
     ordered, order = values.sort(dim=-1)
     centred = ordered.double() - ordered.mean(-1, keepdim=True)

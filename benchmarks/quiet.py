@@ -2,7 +2,7 @@
 
 A probe measures two rates: how fast memory is read, and how fast a matrix product is computed. The level of a rate is
 the value that only the best tenth of a process's probes reach. A run is quiet if few of its probes are far below the
-level. The probes decide nothing else: contenders are judged by their fastest rounds, which nobody disturbed
+level. The probes decide nothing else: contenders are judged by their fastest rounds, which were not disturbed
 (judging.py).
 
 If a machine is slow from the first probe to the last, the probes of this run do not show it. A comparison with the

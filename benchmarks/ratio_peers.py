@@ -1,7 +1,7 @@
-"""Importance ratios as trainers compute them, and ESPO's parts in plain PyTorch, since no trainer has them.
+"""Importance ratios as trainers compute them, and ESPO's parts in plain PyTorch, since no trainer has these parts.
 
-Masks are int64, like those of TRL and verl. The formulas are those of TRL 1.16 (`GRPOTrainer._compute_loss`) and verl
-0.9 (`compute_policy_loss_vanilla`, `compute_policy_loss_gspo`).
+Masks are int64, as in TRL and verl. The formulas are from TRL 1.16 (`GRPOTrainer._compute_loss`) and verl 0.9
+(`compute_policy_loss_vanilla`, `compute_policy_loss_gspo`).
 """
 
 import math

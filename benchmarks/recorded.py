@@ -1,9 +1,9 @@
 """Lengths, rewards and entropies of a real model's answers, in the sizes of a contest; and lengths of TRL's benchmark.
 
-`recorded.json` has 64 answers of at most 128 tokens, which SmolLM2-135M gave to eight word problems: the demo's, drawn
-and sampled with the seed in the file (`draw` and `record` in examples/_demo). Answers of a model with random weights
-would not do. All their tokens would have nearly the same entropy, so |advantage| x entropy would rank tokens by their
-rollout. Also, all answers would be as long as the limit.
+`recorded.json` has 64 answers of at most 128 tokens, which SmolLM2-135M gave to eight word problems of the demo. The
+problems were drawn, and the answers were sampled, with the seed in the file (`draw` and `record` in examples/_demo).
+Answers of a model with random weights would not be suitable. All their tokens would have nearly the same entropy, so
+|advantage| x entropy would rank tokens by their rollout. Also, all answers would be as long as the limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def answers(rows: int, completion: int, given: Tensor | None = None) -> Answers:
 
     The entropies of an answer are repeated in order until the answer is long enough. For example, with `completion` =
     1,024 instead of 128, an answer of 42 tokens becomes an answer of 336 tokens, which has the same 42 entropies eight
-    times. With `given` lengths, the answers have these in place of the recorded ones.
+    times. With `given` lengths, the answers have these lengths instead of the recorded lengths.
     """
     groups = recorded()["groups"]
     size = len(groups[0]["answers"])
@@ -65,9 +65,9 @@ def lengths_of_6092(rows: int, completion: int, generator: torch.Generator) -> t
     """The lengths of prompts and of answers as in the benchmark of trl#6092, scaled from 4,096 tokens to `completion`.
 
     In that benchmark, an answer's length is log-normal, with median 700 and sigma 0.9, and one answer in ten is cut off
-    at 4,096 tokens. The rollouts of a group share a prompt. The median of prompts is 256; their sigma is not published,
-    and 0.55 gives the published mean of prompts with answers, 1,597. The lengths are evenly spaced quantiles in random
-    order, since a few draws may be far from the distribution.
+    at 4,096 tokens. The rollouts of a group share a prompt. The median length of prompts is 256; the sigma of prompts
+    is not published. With a sigma of 0.55, prompt and answer together have the published mean length, 1,597. The
+    lengths are evenly spaced quantiles in random order, since a few draws may be far from the distribution.
     """
 
     def log_normal(number: int, median: float, sigma: float) -> Tensor:

@@ -33,7 +33,7 @@ class Line:
     value: str
     bound: str
     verdict: Verdict | None
-    did: str = ""  # what the two contenders did in their times, if they say it
+    did: str = ""  # what the two contenders did in their times, if they report it
 
     @property
     def outcome(self) -> str:
@@ -144,8 +144,8 @@ def memory_line(
     allowed: int | None = None,
     share: float | None = None,
 ) -> list[Line]:
-    """Compares our memory with that of the peer that needs the least. The bound is `allowed` bytes, or a `share` of
-    this peer's memory.
+    """Compares our memory with the memory of the peer that needs the least. The bound is `allowed` bytes, or a `share`
+    of this peer's memory.
     """
     if not peaks.keys() - {OURS}:
         return []

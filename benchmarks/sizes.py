@@ -1,4 +1,4 @@
-"""The sizes of the inputs: those of the targets, or small ones for continuous integration."""
+"""The sizes of the inputs: the sizes of the targets, or small sizes for continuous integration."""
 
 from dataclasses import dataclass, replace
 

@@ -211,8 +211,8 @@ H100: tuple[Target, ...] = (
 B200: tuple[Target, ...] = (Under(RAGGED, 40.4),)
 
 TARGETS = {"cpu": CPU, "cuda": CUDA}
-# Targets that a GPU has in addition to those of any GPU, by the GPU's name. A GH200, or an H100 on a PCIe card, has
-# another name.
+# Targets for a particular GPU, by the GPU's name, in addition to the targets for any GPU. A GH200, or an H100 on a PCIe
+# card, has another name.
 ON = {"NVIDIA H100 80GB HBM3": HOPPER + H100, "NVIDIA H200": HOPPER, "NVIDIA B200": B200}
 
 

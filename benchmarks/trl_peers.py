@@ -53,8 +53,8 @@ def imported(name: str) -> ModuleType | None:
 
 def imported_alone(package: str, *names: str) -> ModuleType | None:
     """Imports the named modules of a package, and returns the last one, or None as in `imported`. The packages that
-    contain this package are not imported, since verl's need Ray and tensordict: empty packages replace them during the
-    import. The empty packages are removed afterwards, so that the real ones can still be imported.
+    contain this package are not imported, since the packages of verl need Ray and tensordict. Empty packages replace
+    them during the import. The empty packages are removed afterwards, so that the real ones can still be imported.
     """
     above = package.split(".")[:-1]
     around = [".".join(above[: depth + 1]) for depth in range(len(above))]

@@ -1,10 +1,10 @@
 """An update of TRL's trainer on a generation batch, from the advantages to the gradients, without the optimiser step.
 
-`GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens, or on all tokens
-of half or of all rollouts. Model, batch and everything else are the same. The model has random weights, which no update
-changes, so all trainers share it. Lengths, rewards and entropies were recorded from a real model (recorded.py): the id
-of a token determines its recorded entropy. The trainers use the recorded entropies instead of the model's entropies,
-but still compute the model's entropies.
+`GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of the rollouts and a tenth of their tokens, on all
+tokens of half of the rollouts, or on all tokens of all rollouts. Model, batch and everything else are the same. The
+model has random weights, which no update changes, so all trainers share it. Lengths, rewards and entropies were
+recorded from a real model (recorded.py): the id of a token determines its recorded entropy. The trainers use the
+recorded entropies instead of the model's entropies, but still compute the model's entropies.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ SHAPES = {
 
 
 class Watched(GRPOTrainer):
-    """TRL's trainer with the recorded entropies in place of the model's. It records the size of each forward."""
+    """TRL's trainer with the recorded entropies instead of the model's entropies. It records the size of each
+    forward.
+    """
 
     generated: dict[str, Tensor]  # what the trainer gets instead of generating
 
@@ -165,7 +167,7 @@ class Update:
 
     @property
     def forwarded(self) -> list[str]:
-        """What the latest call forwarded. Less, or nothing, if time was up during that call."""
+        """What the latest call forwarded. If time was up during that call, this is incomplete or empty."""
         return [
             f"{rows} rows x {columns:,} columns, {1 - int(tokens) / (rows * columns):.0%} padding"
             for rows, columns, tokens in self.trainer.forwards
@@ -206,7 +208,9 @@ class Step:
 
     @property
     def did(self) -> str:
-        """What the latest call forwarded, and what it kept. Less, or nothing, if time was up during that call."""
+        """What the latest call forwarded, and what it kept. If time was up during that call, this is incomplete or
+        empty.
+        """
         if not self.trainer.forwards:
             return ""
         rows, columns, tokens = zip(*self.trainer.forwards, strict=True)

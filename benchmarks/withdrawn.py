@@ -7,7 +7,7 @@ H200 = "nvidia-h200-2026-11-27"
 XEON = "intel-r-xeon-r-processor-2-cores-2026-11-27"
 GPUS = (H100, H200)
 
-UPDATE = "TRL's update, half of the rollouts and 10% of their tokens"  # a name of today, too (targets.py)
+UPDATE = "TRL's update, half of the rollouts and 10% of their tokens"  # also a present name (targets.py)
 KNOWN = "TRL's update, 10% of the tokens known before, of what they need"
 PASS = "entropy pass, half of the rollouts without advantage"
 TWO_LAYERS = "7B, 2 of its layers"

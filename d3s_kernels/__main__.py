@@ -27,7 +27,7 @@ d3s COMMAND --help has the options of a command.
 
 def doctor(arguments: Sequence[str]) -> int:
     """Runs ``d3s doctor`` and returns its exit status. The status is 0 if every back-end that runs here agrees with the
-    reference, and if every back-end that computes users' calls does run. Otherwise the status is 1.
+    reference, and if every back-end that computes users' calls runs here. Otherwise the status is 1.
     """
     parser = argparse.ArgumentParser(prog="d3s doctor", description="What was built, what runs here, and its checks.")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")

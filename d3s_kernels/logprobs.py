@@ -95,7 +95,7 @@ def logprob_entropy(
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a label that is
-            neither -100 nor a token; a support with an id that is no token or comes twice.
+            neither -100 nor in the vocabulary; a support with an id that is not in the vocabulary or comes twice.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -174,8 +174,8 @@ def linear_logprob_entropy(
     Memory:
         workspace_bytes: the memory for a tile of logits; None means 512 MiB on a GPU and 32 MiB on a CPU. In addition,
             the backward needs 8 to 12 bytes x H for each row with a gradient. If a tile of all these rows and 32,768
-            tokens (on a CPU 8,192) does not fit into ``workspace_bytes``, the gradient of a weight in half precision
-            needs another 4 bytes x H for each token of a tile.
+            ids (on a CPU 8,192) does not fit into ``workspace_bytes``, the gradient of a weight in half precision needs
+            another 4 bytes x H for each id of a tile.
         weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in the weight's dtype, if no
             argument is converted. Every backward **adds** the weight's gradient to this tensor, even a backward that
             asks only for other gradients. No backward zeroes the tensor. Autograd then has no gradient for the weight,
@@ -188,7 +188,7 @@ def linear_logprob_entropy(
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature or soft cap that is not above 0, a label
-            that is neither -100 nor a token.
+            that is neither -100 nor in the vocabulary.
 
     Example:
         >>> import torch, d3s_kernels as d3s

@@ -24,7 +24,7 @@ Temperature = float | Tensor
 
 class SamplingMask(Protocol):
     """Like d3s_kernels.SamplingMask: the support of row i is token_ids[offsets[i]:offsets[i + 1]]; a row without ids is
-    computed over all tokens.
+    computed over the whole vocabulary.
     """
 
     @property
@@ -111,7 +111,7 @@ def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
 
 
 def _inside(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> Tensor:
-    """Returns for each row which tokens are in its support: all tokens if it has none."""
+    """Returns for each row which ids are in its support. A row without a support has all ids."""
     inside = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     ends = pairwise(sampling_mask.offsets.tolist())
     for row, label, (begin, end) in zip(
@@ -119,7 +119,7 @@ def _inside(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_o
     ):
         ids = sampling_mask.token_ids[begin:end].long()
         if ((ids < 0) | (ids >= len(row))).any():
-            continue  # an invalid id: no token is inside, so the row's results are NaN
+            continue  # an invalid id: no id is inside, so the row's results are NaN
         row[ids] = True
         if label_outside == "include" and label != -100:
             row[label] = True
@@ -205,7 +205,7 @@ def random_prefixes(
     generator: torch.Generator | None = None,
 ) -> Prefixes:
     """Cuts each sequence of T tokens after its c-th token, where c is drawn from m, ..., T. Weighs each token before
-    the cut by the inverse of the probability that it is there.
+    the cut by the inverse of the probability that the token is before the cut.
     """
     segments, present = _segments(mask, offsets), mask.flatten().bool()
     kept, weight = torch.zeros_like(present), torch.zeros(present.shape, dtype=torch.float64, device=mask.device)
@@ -390,7 +390,7 @@ def shared_tokens(
     offsets: Tensor | None = None,
 ) -> Tensor:
     """Marks the longest beginning and the longest end that a response with a negative advantage shares with any right
-    response of its group. The end of a pair is of what its beginning leaves of the shorter response.
+    response of its group. The common end is searched in the rest of the shorter response, after the common beginning.
     """
     flat, present = token_ids.flatten(), _usable(token_ids.float(), mask)
     responses = [begin + present[begin:end].nonzero().flatten() for begin, end in _segments(token_ids, offsets)]

@@ -3,10 +3,11 @@
 
     python3 tools/cpu_seconds.py 260 make test
 
-CPU-seconds are user and system time of the command and its children; unlike wall time, they hardly depend on what else
-runs. Machines differ in speed by a factor of two. So a fixed piece of work is timed before and after the command, and
-the CPU-seconds are converted to those of the machine on which the bounds were set. More than ``SLACK`` times the bound
-is a failure; the slack allows for differences between machines that the piece of work does not show.
+CPU-seconds are user and system time of the command and its children; unlike wall time, they hardly depend on other
+programs. Machines differ in speed by a factor of two. So a fixed piece of work is timed before and after the command.
+Its time converts the command's CPU-seconds to CPU-seconds of the machine on which the bounds were set. More than
+``SLACK`` times the bound is a failure. The slack allows for differences between machines that the piece of work does
+not show.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import zlib
 
 SLACK = 1.6
-PIECES = 7  # pieces of work before the command, and as many after it
+PIECES = 7  # the number of pieces of work before the command, and also after it
 PIECE = 0.150  # CPU-seconds of a piece on the machine of the bounds: an AMD EPYC (Zen 4) of two cores, with Python 3.11
 
 

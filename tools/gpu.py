@@ -54,7 +54,7 @@ class Part:
     command: tuple[object, ...]
     environment: dict[str, str] = field(default_factory=dict)
     tells: str = r"^(FAILED|ERROR|CRASHED) |^=+ .*(passed|failed|error).* in "  # the lines that the summary repeats
-    lines: int = 14  # at most so many of these lines
+    lines: int = 14  # the maximum number of these lines
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def doctor(backend: str) -> Part:
 
 
 def suites(backend: str, seconds: float, workers: int, examples: int) -> Part:
-    """Every test of the ops with this back-end's kernels in place of the CPU's."""
+    """Every test of the ops; this back-end's kernels replace the CPU's kernels."""
     chosen = {} if REHEARSAL else {"D3S_KERNELS_BACKEND": backend, "D3S_KERNELS_CHECK": "1"}
     command = (*TESTS, "-p", "on_cuda", "-n", workers, *SUITES[backend])
     return Part(f"suites {backend}", seconds, command, chosen | {"D3S_TEST_EXAMPLES": str(examples)})
@@ -196,7 +196,9 @@ def unpack() -> None:
 
 
 def exited(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Waits at most so many seconds for the process to end; returns whether it did. Does not reap the process."""
+    """Waits at most this many seconds for the process to end. Returns whether it has ended. Does not reap the
+    process.
+    """
     end = time.monotonic() + seconds
     while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if time.monotonic() >= end:
@@ -236,7 +238,7 @@ def run(part: Part, end: float, log: Log) -> Ended:
         os.kill(process.pid, signal.SIGINT)
         exited(process, GRACE)
     RUNNING.discard(process.pid)
-    os.killpg(process.pid, signal.SIGKILL)  # the process, or what it has left running
+    os.killpg(process.pid, signal.SIGKILL)  # the process, and its children that still run
     reader.join(5)
     _, status, used = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)

@@ -4,8 +4,8 @@
     python3 tools/gpu_bundle.py            builds and downloads the bundle, into build/gpu/bundle
     python3 tools/gpu_bundle.py rehearse   runs tools/gpu.py from the bundle, on the CPU, in 230 seconds or as given
 
-Both run in an environment like that of the GPU machine: Python 3.12, torch 2.11.0 for CUDA 13 (`make gpu-bundle` and
-`make gpu-rehearsal` create it in build/gpu/env). The rehearsal fails if the harness has an error in some part, if a
+Both run in an environment like the GPU machine's environment: Python 3.12, torch 2.11.0 for CUDA 13 (`make gpu-bundle`
+and `make gpu-rehearsal` create it in build/gpu/env). The rehearsal fails if the harness has an error in some part, if a
 copy of the results that is taken during the run cannot be read, or if a part would exceed its limit on the GPU machine.
 """
 
@@ -31,15 +31,15 @@ STAND_INS = WORK / "rehearsal" / "bin"
 OUT = WORK / "rehearsal" / "out"
 
 ARCHITECTURE = "90-real"
-# The peers of the benchmarks, and those of their dependencies that the GPU machine lacks. Of verl, its Triton kernels
-# alone are imported, which need none of verl's dependencies.
+# The peers of the benchmarks, and their dependencies that the GPU machine lacks. Only the Triton kernels of verl are
+# imported, and these kernels need none of verl's dependencies.
 WHEELS = (
     *("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19"),
     *("liger-kernel==0.8.5", "verl==0.9.1"),
 )
 MOST_BYTES = 64 << 20  # of the checkout and the bundle together
 FILES_BACK = 6
-CORES = 12  # what many parallel processes get of the GPU machine's 16 cores
+CORES = 12  # many parallel processes get only this many of the GPU machine's 16 cores
 SNAPSHOTS = (30, 60, 120)  # seconds after which the results are read, as if the run had been killed
 FAULTS = (
     r"ImportError|ModuleNotFoundError|FileNotFoundError|No such file|unrecognized arguments|errors during collection"

@@ -1,5 +1,6 @@
 """The links of a page in Markdown. Pages are written for a code host, where a link may lead to any file of the
-repository; wherever else a page is shown, its links have to lead to the project's address."""
+repository; if a page is shown elsewhere, its links have to lead to the project's address.
+"""
 
 from __future__ import annotations
 

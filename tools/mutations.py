@@ -6,11 +6,11 @@
     .venv/bin/python tools/mutations.py WORD ...         runs again the faults whose name or file has one of these words
     .venv/bin/python tools/mutations.py --layer test     only at the strength of `make test`; or: --layer test-all
 
-Every fault is tried at the strength of `make test`; a fault that survives is tried at that of `make test-all`. The
-report is also written to build/mutations/report.md. Exit status 1: a fault survives both and is not explained, or
-`make test` detects fewer faults than required. Exit status 2: the table is wrong, for example the old text is gone, the
-changed code does not compile, or the tests fail without the fault. A result stays valid until the entry, its file or
-its tests change.
+Every fault is tried at the strength of `make test`; a fault that survives is tried again at the strength of
+`make test-all`. The report is also written to build/mutations/report.md. Exit status 1: a fault survives both and is
+not explained, or `make test` detects fewer faults than required. Exit status 2: the table is wrong, for example the old
+text is gone, the changed code does not compile, or the tests fail without the fault. A result stays valid until the
+entry, its file or its tests change.
 
 The checkout is not touched: everything happens in build/mutations/tree, a copy of all tracked and new files.
 """
@@ -39,7 +39,7 @@ WORK = ROOT / "build" / "mutations"
 TREE, PRISTINE, SITE = WORK / "tree", WORK / "pristine", WORK / "site"
 LIBRARIES, EMULATED = TREE / "build" / "libraries", TREE / "build" / f"emulated-torch-{metadata.version('torch')}"
 LAYERS = ("test", "test-all")
-LEAST = 83  # of the faults, `make test` must detect at least so many
+LEAST = 83  # `make test` must detect at least this many faults
 RUN_OTHERS = ("tests/test_cuda_emulated.py", "tests/test_portable.py")  # tests that run other test files
 LIMIT, PATIENCE = 120.0, 6.0  # a run may take 120 s, or 6 times as long as without the fault if that is longer
 

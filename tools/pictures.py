@@ -4,9 +4,9 @@
     python tools/pictures.py ratios plan      # these
     python tools/pictures.py --check          # says which pictures show something else than today; writes nothing
 
-What a picture shows as kept is chosen by the library itself, and its times come from benchmarks/results. A picture's
-file also holds what the picture shows as text. The check compares this text, because pixels change with matplotlib's
-releases; so the check needs no matplotlib.
+The library itself chooses what is kept in a picture, and the times come from benchmarks/results. A picture's file also
+holds a text that describes the picture. The check compares this text, because pixels change with matplotlib's releases;
+so the check needs no matplotlib.
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ def shown_of(batch: dict[str, Any], run: Run) -> Overview:
 
 
 def part_of_rollouts(rollouts: int, length: int) -> float:
-    """The dropped rollouts' part of the operations that are saved, as d3s savings counts; the rest is the tokens'."""
+    """The share of the saved operations that dropped rollouts save, as d3s savings counts; dropped tokens save the
+    rest.
+    """
     model, prompt = from_config(QWEN), 16
     body, head = sum(model.body(rollouts, prompt + length)), 2 * model.hidden * model.vocabulary * rollouts * length
     return (body + 4 * head) / 2 / (body + 4 * head - (body + (1 + 3 * OF_TOKENS) * head) / 2)
@@ -215,8 +217,8 @@ def draw_overview(shown: Overview) -> Figure:
 
 
 def draw_answers(axes: Axes, top: float, shown: Overview) -> float:
-    """Draws a row for each question, with a cell for each answer that shows whether it is right and whether it is kept.
-    Like the other parts, returns where the next part can begin.
+    """Draws a row for each question, with a cell for each answer. A cell shows whether the answer is right, and whether
+    it is kept. As for the other parts, the result is where the next part can begin.
     """
     for question, rewards, kept in zip(shown.questions, shown.rewards, shown.kept, strict=True):
         write(axes, MARGIN, top + HIGH / 2, question, SMALL)
@@ -234,7 +236,9 @@ def left_of_cell(place: int, cells: int) -> float:
 
 
 def draw_text(axes: Axes, top: float, shown: Overview) -> float:
-    """Draws the answer to which a line leads from its cell: tokens shaded by score, kept ones bold and underlined."""
+    """Draws one answer, with a line from the answer's cell. Tokens are shaded by score; kept tokens are bold and
+    underlined.
+    """
     left, lines, placed = MARGIN + 7, 1, []
     x = left
     for number, token in enumerate(shown.tokens):
@@ -427,7 +431,9 @@ TOKEN_MASK = torch.arange(24) < torch.tensor([24, 17, 22, 24, 20, 13]).unsqueeze
 
 
 def drawn(draw: Callable[[], float]) -> Tensor:
-    """A number for each token. Python's random numbers are the same in all its versions; torch's may change."""
+    """Random numbers, one for each token. Python draws them, since only torch's random numbers may change with a
+    version.
+    """
     return torch.tensor([[draw() for _ in row] for row in TOKEN_MASK])
 
 
@@ -523,7 +529,7 @@ OF_ADVANTAGES = Scale("RdBu", -2.2, 2.2)
 
 
 def rollouts() -> Picture:
-    """A row of panels for each rule: with scope "batch", with scope "group", and a third with another method."""
+    """A row of three panels for each rule: with scope "batch", with scope "group", and with another method."""
     spread = (ADVANTAGES != 0).any(-1, keepdim=True).expand_as(REWARDS)
     success = REWARDS.mean(-1, keepdim=True).expand_as(REWARDS)
     efficiency = REWARDS / LENGTHS
@@ -798,7 +804,7 @@ PICTURES |= {ROOT / "docs" / "methods" / f"{make.__name__}.png": make for make i
 
 
 def outdated() -> list[str]:
-    """The files that do not show what the library chooses and the results say today, or are too large."""
+    """The files that are too large, or that do not match the library's present choices and the present results."""
     return [
         str(path.relative_to(ROOT))
         for path, make in PICTURES.items()

@@ -1,4 +1,5 @@
-"""What the project's files say of it: version, addresses, requirements, and the description for an index of packages.
+"""What the project's files say about the project: version, addresses, requirements, and its description for an index of
+packages.
 
     python tools/project.py test demo      the requirements of these extras, one per line, which `make` installs
     python tools/project.py --version
@@ -36,7 +37,7 @@ def project_in(root: Path) -> dict[str, Any]:
 
 
 def address_in(root: Path, of: str = "Repository") -> str:
-    """The project's address on a code host, or that of its documentation; empty if pyproject.toml has none."""
+    """The project's address on a code host, or the address of its documentation; empty if pyproject.toml has none."""
     return str(project_in(root).get("urls", {}).get(of, "")).rstrip("/")
 
 
@@ -49,8 +50,8 @@ def version_in(root: Path) -> str:
 
 
 def dynamic_metadata(field: str, settings: Mapping[str, object]) -> str | dict[str, str]:
-    """The version, or README.md with the addresses of the project and its site: an index of packages shows it on a page
-    of its own, where links to files of the repository would lead nowhere.
+    """The version, or README.md with the addresses of the project and its site: an index of packages shows README.md on
+    a page of its own, where links to files of the repository would lead nowhere.
     """
     if field not in ("version", "readme") or settings:
         raise ValueError(f"{field}: takes version or readme, without settings")

@@ -71,7 +71,9 @@ def changes(root: Path) -> Iterator[str]:
 
 
 def results_are_missing(root: Path) -> Iterator[str]:
-    """Names missing files: those that README.md names, and those that its pages of results name in turn."""
+    """Names missing files: the files that README.md names, and the files that are named on pages of results to which
+    README.md leads.
+    """
     pages = [Path("README.md")]
     for page in pages:
         for name in named(root / page):

@@ -85,7 +85,7 @@ def place_of(file: PurePosixPath) -> PurePosixPath:
 
 
 def with_functions(page: str) -> str:
-    """The page of the API with the functions of a module in place of a line that names it."""
+    """The page of the API. A line that names a module is replaced by the functions of the module."""
     return re.sub(
         r"^\.\. functions:: d3s_kernels\.([\w.]+)$", lambda line: functions_of(line[1]), page, flags=re.MULTILINE
     )

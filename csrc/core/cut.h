@@ -1,13 +1,13 @@
-// Where a segment's keys are cut: the result of a search for the k-th largest key, and of writing the mask after it.
-// The CPU counts with int64_t. A GPU counts the keys of a segment, of which it has fewer than 2^31, with 32 bits.
+// The results of two steps in a segment: the search for the k-th largest key, and writing the mask. A CPU counts with
+// int64_t. A GPU counts with 32 bits, since its segments have fewer than 2^31 keys.
 #pragma once
 
 #include <cstdint>
 
 namespace d3s {
 
-// Decides which keys of a segment are kept: all keys above `key`, and either all keys that equal it (the ties), or the
-// first `ties` of them.
+// Decides which keys of a segment are kept: all keys above `key`, and either all keys that equal `key` (the ties), or
+// only the first `ties` of these equal keys.
 template <class Count>
 struct CutOf {
   uint32_t key;

@@ -33,8 +33,8 @@ D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};
 }
 
-// Returns the gradient of the log-ratio. If `grad` is 0, the gradient is 0, even if the ratio is infinite (0 * inf
-// would be NaN).
+// Returns the gradient with respect to the log-ratio. If `grad` is 0, the gradient is 0, even if the ratio is infinite
+// (0 * inf would be NaN).
 D3S_HOST_DEVICE float ratio_gradient(float grad, float ratio, const RatioLimits& limits) {
   const bool limited = ratio <= limits.lowest || ratio >= limits.highest;
   return limited ? 0.f : grad == 0.f ? grad : grad * ratio;

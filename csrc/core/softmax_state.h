@@ -64,19 +64,19 @@ D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperatur
   return {entropy < 0.f ? 0.f : entropy, state.max, log_sum};
 }
 
-// Returns the log-probability of the token whose logit is z.
+// Returns the log-probability of the id whose logit is z.
 D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float temperature) {
   return (z - row.max) / temperature - row.log_sum;
 }
 
-// The derivative of g_logprob * logprob(y) + g_entropy * H with respect to the logit z of a token with probability p is
+// The derivative of g_logprob * logprob(y) + g_entropy * H with respect to the logit z of an id with probability p is
 //     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t.
-// Here, 1{y} is 1 for the label y, and 0 for all other tokens. With d = z - m, dz is computed as e^(d / t) * (offset +
+// Here, 1{y} is 1 for the label y, and 0 for all other ids. With d = z - m, dz is computed as e^(d / t) * (offset +
 // slope * d): one exponential and one fused multiply-add. For the label, `target` is added.
 struct GradientLine {
   float offset;
   float slope;
-  float target;  // added if the token is the label
+  float target;  // added if the id is the label
 };
 
 D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, const RowStatistics& row,

@@ -2,10 +2,10 @@
 // 0..k (Lemma 3.1 of PODS, arXiv 2504.13818; D3S, arXiv 2509.22115). The back-ends try every i.
 //
 // Let S1 be the sum of the k values, and S2 the sum of their squares. The spread k S2 - S1^2 is k^2 times the variance
-// of the k values. It needs no division for each split, and is exact for small integers. Sums are in double, and one
-// value of the segment is first subtracted from all values. Without this subtraction, k S2 and S1^2 would cancel if
-// large values have small differences (rewards of 1000 +- 0.01). Differences of floats are below 6.9e38, so for k <=
-// 2^32, the spread is below 1e97 and does not overflow.
+// of the k values. The spread needs no division for each split, and is exact for small integers. Sums are in double,
+// and one value of the segment is first subtracted from all values. Without this subtraction, k S2 and S1^2 would
+// cancel if large values have small differences (rewards of 1000 +- 0.01). Differences of floats are below 6.9e38, so
+// for k <= 2^32, the spread is below 1e97 and does not overflow.
 #pragma once
 
 #include <cstdint>

@@ -109,7 +109,7 @@ void clear(void* memory, int64_t bytes) {
 
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device&) {
   const int64_t columns = rows.layout.columns;
-  if (columns == 0) return;  // if a shard has no tokens, its gradient has no memory
+  if (columns == 0) return;  // if a shard has no ids, its gradient has no memory
   dispatch_gradient(rows.type, out.type, [&](auto logits_tag, auto tag) {
     using From = typename decltype(logits_tag)::type;
     using T = typename decltype(tag)::type;
@@ -134,7 +134,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
       const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
-      if (gradients.any_nan(row, rows.labels)) {  // the whole row becomes NaN, even at tokens with probability 0
+      if (gradients.any_nan(row, rows.labels)) {  // the whole row becomes NaN, even at ids with probability 0
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
         return;
       }

@@ -1,5 +1,5 @@
-// Defines vectors, and a few operations on them. The width of a vector is that of the SIMD level for which the
-// including file is compiled. This header uses the vector extensions of GCC and Clang, and intrinsics for what these
+// Defines vectors, and a few operations on them. The including file is compiled for a SIMD level, which decides the
+// width of a vector. This header uses the vector extensions of GCC and Clang, and intrinsics for operations that these
 // extensions lack. Fast-math must be off: it would remove the rounding trick of exp2_nonpositive, and the whole process
 // would then treat denormals differently.
 #pragma once

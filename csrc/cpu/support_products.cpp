@@ -1,5 +1,5 @@
-// Computes the matrix products of an LM head, but only for the tokens of supports. The places are divided evenly among
-// the threads.
+// Computes the matrix products of an LM head, but only for the ids of supports. The places are divided evenly among the
+// threads.
 #include "../ops/support_products.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ std::vector<Needed> needed_places(const SupportHead& head) {
   return needed;
 }
 
-// The sort key of a place: its token first, then the place itself.
+// The sort key of a place: its id first, then the place itself.
 struct Entry {
   int32_t token, place;
 
@@ -58,7 +58,7 @@ void add_sorted(const SupportGradient& gradient, const Matrix& hidden, const std
                 const Matrix& out, const Vector& bias_out) {
   const auto& loops = support_products();
   const auto count = static_cast<int64_t>(sorted.size());
-  // Each token is assigned to the thread whose range contains the token's first entry in `sorted`.
+  // Each id is assigned to the thread whose range contains the id's first entry in `sorted`.
   parallel_for(count, grain_of(hidden), [&](int64_t begin, int64_t end) {
     std::vector<float> sum(hidden.columns);
     int64_t i = begin;

@@ -1,5 +1,5 @@
 // Gathers the support logits of a row with a support, and treats them as a short dense row. The arguments have been
-// checked: every id is a token, and if an unmasked row has a label, the set of the row contains the label.
+// checked: every id is in the vocabulary, and if an unmasked row has a label, the set of the row contains the label.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace d3s {
 
-// The tokens of a row's set, stored as places: indices into the row's logits. Each thread reuses one object for all its
+// The ids of a row's set, stored as places: indices into the row's logits. Each thread reuses one object for all its
 // rows.
 template <class T>
 class SupportRow {

@@ -1,5 +1,4 @@
-// group_advantages: computes (reward - mean) / (standard deviation + eps), where the mean is that of the reward's
-// group.
+// group_advantages: computes (reward - mean) / (standard deviation + eps), where the mean is over the reward's group.
 //
 // A warp handles a small group, and a block handles a large group. Warps and blocks add in different orders, but the
 // results of a group must be bitwise equal in any batch. So only the length of the group decides between a warp and a

@@ -1,5 +1,5 @@
 // Writes the mask of a row of keys, after the search for the k-th largest key. All larger keys are kept. The keys that
-// equal the k-th largest key are called ties. Of the ties, only the first are kept, as many as needed.
+// equal the k-th largest key are called ties. Only as many ties as needed are kept: those with the lowest indices.
 #pragma once
 
 #include "../core/cut.h"

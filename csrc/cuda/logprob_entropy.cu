@@ -79,7 +79,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   }
   const float temperature = rows.temperatures[row];
   const RowStatistics statistics = finish(state, temperature);
-  // An unchecked label that is not a token gives NaN.
+  // An unchecked label that is no id of the vocabulary gives NaN.
   const bool bad_label = label < 0 && rows.labels.bad(row, rows.vocabulary);
   const float logprob =
       label >= 0 ? log_probability(to_float(p[label]), statistics, temperature) : (bad_label ? NAN : 0.f);
@@ -166,7 +166,7 @@ void dispatch_rows(const LogitsRows& rows, const Body& body) {
   });
 }
 
-// The maximum number of slices whose shares fit in the default amount of shared memory; enough for 8 million tokens.
+// The maximum number of slices whose shares fit in the default amount of shared memory; enough for 8 million ids.
 constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
 
 constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // indices in a row, and past the row's end, are ints

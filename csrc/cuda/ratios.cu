@@ -24,7 +24,7 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kStretch = 1024;  // tokens of a warp; small batches then get enough warps, and large ones few atomics
+constexpr int64_t kStretch = 1024;  // tokens of a warp; small batches then get enough warps, large batches few atomics
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
 constexpr int kVector = 4;          // tokens: 16 bytes of floats, 4 bytes of the mask
 constexpr int kOwnGroups = 4;       // the number of groups for which a thread has its own sums; more groups are rare

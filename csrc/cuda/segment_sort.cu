@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n
 
 // Each thread finds, by binary searches, how many entries of each run are smaller than its own entry. The sum of these
 // numbers is the position of its own entry. The searches in kMerged runs go step by step together, so that kMerged
-// loads are in flight. A thread needs 74 registers for this. nvcc uses so many only because the launch bounds ask for
-// no more than three blocks.
+// loads are in flight. A thread needs 74 registers for this. nvcc uses this many registers only because the launch
+// bounds ask for no more than three blocks.
 template <bool kLast>
 __global__ void __launch_bounds__(kMergeThreads, 3)
     merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {

@@ -1,4 +1,4 @@
-// Sorts entries of 64 bits: the values of long segments by their keys, or the places of support logits by their tokens.
+// Sorts entries of 64 bits: the values of long segments by their keys, or the places of support logits by their ids.
 #pragma once
 
 #include <cstdint>

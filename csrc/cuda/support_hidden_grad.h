@@ -1,5 +1,5 @@
-// support_hidden_grad_: computes the gradient of each hidden state. This gradient is a sum with one term for each token
-// of the row's set: the gradient of the token's logit, times the token's row of the weight.
+// support_hidden_grad_: computes the gradient of each hidden state. This gradient is a sum with one term for each id of
+// the row's set: the gradient of the id's logit, times the id's row of the weight.
 #pragma once
 
 #include "support_sums.h"
@@ -8,7 +8,7 @@ namespace d3s {
 namespace {
 
 // Returns the index of a row's first stretch. The row's other stretches have the next indices. No two rows share an
-// index. Some indices may stay unused, so this function needs no scan over the rows.
+// index. Some indices may stay unused; in return, this function needs no scan over the rows.
 __device__ inline int64_t first_stretch(const Segments& supports, int64_t row) {
   return supports.begin(row) / kStretch + row;
 }

@@ -1,7 +1,7 @@
 // Computes the gradient of support logits.
 //
-//   launch                 kernel         reads                              -> writes
-//   support_logits_backward   write_places   logits, supports, labels, gradients   -> grad, rows, tokens, undefined
+//   launch                   kernel        reads                                -> writes
+//   support_logits_backward  write_places  logits, supports, labels, gradients  -> grad, rows, tokens, undefined
 //
 // A warp handles a row with a short support, and a block handles a row with a long support.
 #include "../ops/support_logits_backward.h"

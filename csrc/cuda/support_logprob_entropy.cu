@@ -16,7 +16,7 @@ namespace {  // internal linkage, like the states of core/softmax_state.h
 
 constexpr int kSupportThreads = 256;
 constexpr int kSupportWarps = kSupportThreads / kWarp;  // rows of a block
-// The maximum number of tokens in a short support. A warp loads this many tokens in 8 batches, in some 10 us.
+// The maximum number of ids in a short support. A warp loads this many ids in 8 batches, in some 10 us.
 constexpr int kLongSupport = 1024;
 constexpr int kGathered = 4;  // logits that a thread loads before it uses the first
 
@@ -27,11 +27,11 @@ struct SupportShare {
   bool bad_token;
 };
 
-// Returns whether an id of a support is not a token. Supports may be unchecked. A bad id has no column, so no logit is
-// read for it.
+// Returns whether an id of a support is not in the vocabulary. Supports may be unchecked. A bad id has no column, so no
+// logit is read for it.
 __device__ inline bool is_bad(const SupportRows& rows, int64_t token) { return token < 0 || token >= rows.vocabulary; }
 
-// Returns a warp's share of a support's result. Each thread reads the tokens first, first + step, ... of the support.
+// Returns a warp's share of a support's result. Each thread reads the ids at first, first + step, ... of the support.
 template <class T>
 __device__ SupportShare warp_share(const SupportRows& rows, int64_t row, const Support& support, int first, int step) {
   const T* logits = row_at<T>(rows, row);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kSupportThreads)
     } else {
       const Support support = rows.supports[own];
       if (support.size != 0 && support.size <= kLongSupport) {
-        // If the set is a single token, its logit is not read.
+        // If the set is a single id, no logit is read.
         const int64_t label = rows.labels[own];
         const bool single =
             support.size == 1 && (!rows.supports.include_label || label < 0 || label == support.tokens[0]);
@@ -196,7 +196,7 @@ __device__ void write_gradient(const SupportRows& rows, const RowGradients& grad
   const int64_t label = rows.labels[row];
   const SupportSet set = rows.supports.set_of(support, label, rows.vocabulary, label_found, false);
   const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
-  if (set.bad || no_label || gradients.any_nan(row, rows.labels)) {  // even at the tokens outside of the support
+  if (set.bad || no_label || gradients.any_nan(row, rows.labels)) {  // even at the ids outside of the support
     for (int64_t column = thread; column < rows.layout.columns; column += threads)
       gradient[column] = from_float<T>(NAN);
     return;

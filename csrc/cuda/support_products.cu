@@ -1,15 +1,15 @@
-// The matrix products of an LM head, computed only for the tokens of supports.
+// The matrix products of an LM head, computed only for the ids of supports.
 //
-//   launch                        kernel          reads                                -> writes
-//   support_logits (offsets)         check_offsets   offsets                              -> bad
-//   support_logits                   place_logits    hidden, weight, supports, labels, bad   -> out
-//   support_hidden_grad_ (offsets)   check_offsets   offsets                              -> bad
-//   support_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long supports
-//   support_hidden_grad_ (rows)      finish_rows     undefined, sums, bad                 -> out
-//   support_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
-//   sort (its own launches)       sort_entries    entries, indices                     -> both, sorted by token
-//   support_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent
-//   tokens support_weight_grad_ (long)      join_tokens     sums                                 -> out
+//   launch                          kernel         reads                                  -> writes
+//   support_logits (offsets)        check_offsets  offsets                                -> bad
+//   support_logits                  place_logits   hidden, weight, supports, labels, bad  -> out
+//   support_hidden_grad_ (offsets)  check_offsets  offsets                                -> bad
+//   support_hidden_grad_            sum_rows       grad, weight, rows, tokens             -> out, sums of long supports
+//   support_hidden_grad_ (rows)     finish_rows    undefined, sums, bad                   -> out
+//   support_weight_grad_ (entries)  make_entries   rows, tokens                           -> entries, indices
+//   sort (its own launches)         sort_entries   entries, indices                       -> both, sorted by id
+//   support_weight_grad_            sum_tokens     grad, hidden, entries, indices         -> out, sums of frequent ids
+//   support_weight_grad_ (long)     join_tokens    sums                                   -> out
 #include "support_hidden_grad.h"
 #include "support_weight_grad.h"
 
@@ -39,10 +39,10 @@ const int* any_bad(const Supports& supports, int64_t rows, const char* name, Dev
 }
 
 struct Needed {
-  int64_t row, token;  // `token` is a row of the weight; -1 if no logit is needed
+  int64_t row, token;  // `token`: the id, a row of the weight; -1 if no logit is needed
 };
 
-// Returns the row and the token of a place in the list of support logits. All lanes of a warp call this with the same
+// Returns the row and the id of a place in the list of support logits. All lanes of a warp call this with the same
 // place.
 __device__ inline Needed needed_at(const SupportHead& head, int64_t place, int lane) {
   const bool of_label = place >= head.rows.supports.count;

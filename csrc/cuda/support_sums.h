@@ -1,8 +1,7 @@
 // Sums over places, for the kernels of support_products.cu. Each place stands for a row of a matrix and a factor. A sum
-// over places is the sum of these rows, each multiplied by its factor. If a support or a token has more than kStretch
+// over places is the sum of these rows, each multiplied by its factor. If a support or an id has more than kStretch
 // places, several blocks compute its sum, each over a stretch of at most kStretch places. The first stretch begins at
-// the first place of the support or token, so that the sum is bitwise equal whatever other supports or tokens there
-// are.
+// the first place of the support or id. So the sum is bitwise equal, whatever other supports or ids there are.
 #pragma once
 
 #include "../ops/support_products.h"
@@ -157,7 +156,7 @@ int threads_for(int64_t columns) {
   return static_cast<int>(ceil_div(warps_of<T>(columns), pieces_of<T>(columns))) * kWarp;
 }
 
-// The sums of the stretches of long runs. A run is the places of one support or token, and is long if it has more than
+// The sums of the stretches of long runs. A run is the places of one support or id, and is long if it has more than
 // kStretch places. Each stretch has a slot for `columns` floats and the sum of its factors. The index of a run's first
 // slot is the number of half stretches before the run. A run of n stretches, of which the last may be short, covers at
 // least n half stretches, so two runs never use the same slot.

@@ -1,5 +1,4 @@
-// support_weight_grad_: computes, for each token, the sum of grad * hidden[row] over the places that stand for this
-// token.
+// support_weight_grad_: computes, for each id, the sum of grad * hidden[row] over the places of this id.
 #pragma once
 
 #include "segment_sort.h"
@@ -11,7 +10,7 @@ namespace {
 constexpr int kShort = 16;  // a warp adds up runs of at most this many places; must not exceed kWarp
 constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// Writes the entry of each place: the place's token. The places are later sorted by their entries. A place without a
+// Writes the entry of each place: the place's id. The places are later sorted by their entries. A place without a
 // gradient gets the largest entry, so that it comes last.
 __global__ void make_entries(const __grid_constant__ SupportGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
@@ -21,7 +20,7 @@ __global__ void make_entries(const __grid_constant__ SupportGradient gradient, i
   indices[place] = static_cast<uint32_t>(place);
 }
 
-// The places, sorted by token. The places of one token, which are neighbours, are called the token's run.
+// The places, sorted by id. The places of one id are then neighbours; they are called the id's run.
 struct Runs {
   SortedEntries sorted;
   int64_t count;
@@ -41,7 +40,7 @@ struct Runs {
     }
     return low;
   }
-  // These two functions return the beginning and the end of a token's run. Entry i must be in this run.
+  // These two functions return the beginning and the end of an id's run. Entry i must be in this run.
   __device__ int64_t begin(int64_t i, int64_t token) const {
     return first_from(0, i, [&](int64_t other) { return other >= token; });
   }

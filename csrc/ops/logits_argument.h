@@ -16,8 +16,8 @@ struct TemperatureArgument {
   OptionalTensor tensor;
 };
 
-// Tells which tokens the columns of logits are: consecutive tokens from `first_token` on. If `first_token` is not set,
-// the columns are the whole vocabulary.
+// Tells which ids the columns of logits have: consecutive ids from `first_token` on. If `first_token` is not set, the
+// columns are the whole vocabulary.
 struct Tile {
   OptionalInt first_token;
 };
@@ -75,7 +75,7 @@ inline Labels labels_of(const OptionalTensor& labels) {
 // into, except the logits.
 class LogitsArgument {
  public:
-  // `columns` is the number of tokens in the vocabulary or tile, if this is not the last dimension of `logits`.
+  // `columns` is the number of ids in the vocabulary or tile, if this is not the last dimension of `logits`.
   LogitsArgument(const Tensor& logits, const OptionalTensor& labels, const TemperatureArgument& temperature,
                  const OptionalTensor& mask = {}, const Tile& tile = {}, const OptionalInt& columns = {})
       : dims(logits.dim() - 1) {

@@ -89,7 +89,7 @@ FourTensors softmax_state_finish(const Tensor& state, const TemperatureArgument&
 
 }  // namespace
 
-// Over all tokens: ops that compute values for each row of logits [..., V].
+// Over all ids of the vocabulary: ops that compute values for each row of logits [..., V].
 D3S_REGISTER(
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
@@ -99,7 +99,7 @@ D3S_REGISTER(
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None) -> (Tensor grad_logits)",
     logprob_entropy_backward)
-// The same ops for a tile of the vocabulary. The first column of the tile is token first_token; without first_token,
+// The same ops for a tile of the vocabulary. The first column of the tile is id first_token; without first_token,
 // the columns are the whole vocabulary. softmax_state_ merges the tile into states [rows, 4]. softmax_state_finish also
 // takes the states [shards, rows, 4] of vocabulary shards, and merges the shards in order. logprob_entropy_backward_
 // overwrites the tile with the gradient of the tile. If grad_dtype is half as wide as the dtype of the logits, the

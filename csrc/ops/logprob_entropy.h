@@ -39,26 +39,27 @@ struct Labels {
     return labels64 ? labels64[row] : labels32 ? labels32[row] : kNoTarget;
   }
 
-  // Returns whether the label of a row is neither a token nor kNoTarget. Labels on the device may be unchecked.
+  // Returns whether the label of a row is neither an id of the vocabulary nor kNoTarget. Labels on the device may be
+  // unchecked.
   D3S_HOST_DEVICE bool bad(int64_t row, int64_t vocabulary) const {
     const int64_t label = (*this)[row];
     return label != kNoTarget && (label < 0 || label >= vocabulary);
   }
 };
 
-// Rows of logits. The columns are either all tokens or, in a tile, the consecutive tokens from first_token on.
+// Rows of logits. The columns are either all ids or, in a tile, the consecutive ids from first_token on.
 struct LogitsRows {
   const void* logits = nullptr;
   FloatType type = FloatType::kFloat32;
   RowLayout layout;
   int64_t first_token = 0;
-  int64_t vocabulary = 0;  // the number of tokens; INT64_MAX for a tile, where the number is unknown
+  int64_t vocabulary = 0;  // the number of ids; INT64_MAX for a tile, where the number is unknown
   Labels labels;
   Temperatures temperatures;
   const bool* mask = nullptr;  // where the mask is false, the row is not read, and its results are 0
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
-  // Returns the column of a token, or -1 if the token has no column. Labels and ids on a GPU may be unchecked.
+  // Returns the column of an id, or -1 if the id has no column. Labels and ids on a GPU may be unchecked.
   D3S_HOST_DEVICE int64_t column(int64_t token) const {
     const int64_t column = token - first_token;
     return column >= 0 && column < layout.columns ? column : -1;
@@ -127,7 +128,7 @@ struct RowState {
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 
-  // Returns the state of a row whose support is one token. The token's logit is not read; 0 is used instead.
+  // Returns the state of a row whose support is one id. The id's logit is not read; 0 is used instead.
   D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 

@@ -1,5 +1,4 @@
-// The supports of rows: for each row, the ids of the tokens that could have been sampled. Nothing here depends on
-// torch.
+// The supports of rows: for each row, the ids that could have been sampled. Nothing here depends on torch.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +7,22 @@
 
 namespace d3s {
 
-// The ids of one row, out of the whole vocabulary, in any order. A row without ids has no support: all tokens could
-// have been sampled, and the kernels of dense rows compute the row.
+// The ids of one row, out of the whole vocabulary, in any order. A row without ids has no support: every id could have
+// been sampled, and the kernels of dense rows compute the row.
 struct Support {
   const int32_t* tokens;
   int64_t size;  // below 0 if the row's offsets are bad: offsets on the device may be unchecked
 };
 
-// Describes the set of a row: the tokens over which the row's log-probability and entropy are computed. The set
-// consists of the ids of the row and, if `label_joins` is true, the label.
+// Describes the set of a row: the ids over which the row's log-probability and entropy are computed. The set consists
+// of the ids of the support and, if `label_joins` is true, the label.
 struct SupportSet {
   int64_t size;
   bool has_label;
   bool label_joins;  // the label is in the set but not among the ids
   bool bad;          // the row's offsets or one of its ids are bad, so its results are NaN
 
-  // Returns whether the set is a single token. Then logprob, entropy and gradient are 0, and no logit is read.
+  // Returns whether the set is a single id. Then logprob, entropy and gradient are 0, and no logit is read.
   D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
 };
 
@@ -43,11 +42,11 @@ struct Supports {
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
   // These two functions return places: indices into a list of support logits. The list has one place for each id, in
-  // the order of `tokens`, and then one place for each row. The place of a row is used if its label joins its set.
+  // the order of the ids, and then one place for each row. The place of a row is used if its label joins its set.
   D3S_HOST_DEVICE int64_t place(const Support& support, int64_t i) const { return support.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
-  // Returns the row whose ids have this place among them, or -1 if there is none.
+  // Returns the row of the id at this place, or -1 if the id belongs to no row.
   D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
     int64_t low = 0, high = rows;
     while (low < high) {
@@ -61,7 +60,7 @@ struct Supports {
   }
 
   // Returns the set of a row. `label_found` tells whether the label is among the ids, and `bad_token` tells whether one
-  // of the ids is bad. A label below 0 is no token, so it never joins the set.
+  // of the ids is bad. A label below 0 is no id, so it never joins the set.
   D3S_HOST_DEVICE SupportSet set_of(const Support& support, int64_t label, int64_t vocabulary, bool label_found,
                                     bool bad_token) const {
     const bool joins = include_label && !label_found && label >= 0 && label < vocabulary;

@@ -1,4 +1,4 @@
-// The arguments of supports, which public functions get as a sampling mask, and their checks. Values on a GPU are
+// The arguments of supports, and their checks. Public functions get supports as a sampling mask. Values on a GPU are
 // checked only with D3S_KERNELS_CHECK=1.
 #pragma once
 
@@ -59,12 +59,12 @@ inline void require_offsets_of_ids(const Tensor& offsets, int64_t rows, int64_t 
     require_offsets_of_ids(data<int64_t>(offsets), rows, ids);
 }
 
-// Throws an exception for the first bad row. A row is bad if one of its ids is no token, if an id comes twice or,
-// without include_label, if the label of the row is not among its ids.
+// Throws an exception for the first bad row. A row is bad in three cases: one of its ids is not in the vocabulary; an
+// id comes twice; or, without include_label, the label of the row is not among its ids.
 inline void require_ids(const Supports& supports, const Labels& labels, const bool* mask, int64_t rows,
                         int64_t vocabulary) {
   const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // for a tile, the size is unknown
-  std::vector<bool> seen;  // indexed by token; cleared after each row
+  std::vector<bool> seen;  // indexed by id; cleared after each row
   for (int64_t row = 0; row < rows; ++row) {
     const Support support = supports[row];
     const int64_t label = labels[row];
@@ -106,7 +106,7 @@ class SupportRowsArgument {
   }
 
   // With `support_of`, `logits` is a list of support logits, expanded to all rows. `support_of` is then the number of
-  // tokens in the vocabulary or tile.
+  // ids in the vocabulary or tile.
   SupportRowsArgument(const Tensor& logits, const OptionalTensor& labels, const SupportArgument& given,
                       const TemperatureArgument& temperature, const OptionalTensor& mask, const Tile& tile,
                       const OptionalInt& support_of)

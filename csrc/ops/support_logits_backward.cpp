@@ -31,7 +31,7 @@ FourTensors support_logits_backward(const GradientArguments& given, int64_t supp
 }  // namespace
 
 // Returns three lists of the same length as the list of support logits: the gradient of each logit, its row (-1 if it
-// has no gradient), and its token.
+// has no gradient), and its id.
 D3S_REGISTER(
     "support_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt support_of, Tensor support_ids, Tensor support_offsets, "

@@ -11,7 +11,7 @@ namespace d3s {
 struct SupportGradientOutput {
   float* grad = nullptr;      // for each place: the gradient of its logit before the soft cap
   int32_t* rows = nullptr;    // for each place: the place's row, or -1 if the place has no gradient
-  int32_t* tokens = nullptr;  // for each place: the column of the place's token
+  int32_t* tokens = nullptr;  // for each place: the column of the place's id
   bool* undefined = nullptr;  // for each row: whether its gradient is NaN; a row with a bad support has no places
 };
 

@@ -82,10 +82,10 @@ void support_logprob_entropy_backward_(const GradientArguments& given, const Ten
 
 }  // namespace
 
-// Some rows have a support, the ids of the tokens that could have been sampled. The results of such a row are over
-// these tokens. support_rows says which rows the ops of logprob_entropy.cpp have to compute, and whether there are more
-// such rows than max_dense_rows; the leading dimensions of `values` are the rows. The ops after it write the other rows
-// into results of the ops of logprob_entropy.cpp. They write NaN for all rows if `exceeded` is true.
+// Some rows have a support, the ids that could have been sampled. The results of such a row are over these ids.
+// support_rows says which rows the ops of logprob_entropy.cpp have to compute, and whether there are more of these rows
+// than max_dense_rows; the leading dimensions of `values` are the rows. The ops after support_rows write the other rows
+// into the results of the ops of logprob_entropy.cpp. If `exceeded` is true, they write NaN for all rows.
 // support_logprob_entropy_backward_ takes a gradient that is 0 in the rows with a support.
 D3S_REGISTER(
     "support_rows(Tensor values, Tensor support_ids, Tensor support_offsets, SymInt? max_dense_rows=None, "

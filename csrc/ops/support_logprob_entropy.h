@@ -12,12 +12,12 @@ namespace d3s {
 struct SupportRows : LogitsRows {
   Supports supports;
   // If true, `logits` is one list with the support logits of all rows. Supports::place says where the logits of a row
-  // are in the list. layout.columns is then the number of tokens in the vocabulary or tile.
+  // are in the list. layout.columns is then the number of ids in the vocabulary or tile.
   bool listed = false;
   const bool* exceeded = nullptr;  // on the device; if it is set and true, the results of all unmasked rows are NaN
 
   // place() returns the index of the i-th id in the row of logits, and place_of_label() returns the index of the label.
-  // If `listed` is true, these are indices into the list. The token or label must have a column.
+  // If `listed` is true, these are indices into the list. The id or label must have a column.
   D3S_HOST_DEVICE int64_t place(const Support& support, int64_t i) const {
     return listed ? supports.place(support, i) : support.tokens[i] - first_token;
   }
@@ -26,8 +26,8 @@ struct SupportRows : LogitsRows {
   }
 };
 
-// Writes dense[row]: whether the row is neither masked out nor has a support. Writes `exceeded`: whether there are more
-// such rows than `bound`; false if `bound` is below 0. `mask` may be null.
+// Writes dense[row]: whether the row is unmasked and has no support. Writes `exceeded`: whether there are more dense
+// rows than `bound`; false if `bound` is below 0. `mask` may be null.
 void find_dense_rows(const Supports& supports, int64_t rows, const bool* mask, int64_t bound, bool* dense,
                      bool* exceeded, Device& device);
 

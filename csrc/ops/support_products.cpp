@@ -130,7 +130,7 @@ void support_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor
 
 // For an LM head, support_logits computes only the logits of the supports. It returns a list: first one logit for each
 // id, then one logit for the label of each row. If such a list is passed to the ops of support_logprob_entropy.cpp,
-// `support_of` is the number of tokens in the vocabulary or tile. From the lists that support_logits_backward returns,
+// `support_of` is the number of ids in the vocabulary or tile. From the lists that support_logits_backward returns,
 // support_hidden_grad_ computes the gradient of the hidden states, and support_weight_grad_ the gradients of weight and
 // bias.
 D3S_REGISTER(

@@ -1,9 +1,9 @@
-// The matrix products of an LM head, computed only for the tokens of supports. They are implemented in cpu/ and cuda/.
+// The matrix products of an LM head, computed only for the ids of supports. They are implemented in cpu/ and cuda/.
 // ops/support_products.cpp has checked the arguments. Nothing here depends on torch.
 //
-// A place is an index into a list of support logits, and stands for a row and a token of the row's set. There is one
-// place for each id of the supports, and then one place for each row. The place of a row is for its label, which
-// may join the row's set.
+// A place is an index into a list of support logits, and stands for a row and an id of the row's set. There is one
+// place for each id of the supports, and then one place for each row. The place of a row is for its label, which may
+// join the row's set.
 #pragma once
 
 #include "../core/float_bits.h"
@@ -72,7 +72,7 @@ struct SupportHead {
   SupportRows rows;  // the rows of the head's logits; each column belongs to a row of `weight`
 
   D3S_HOST_DEVICE int64_t places() const { return rows.supports.count + hidden.rows; }
-  // Returns whether the row's set is a single token. If so, no logit of the row is needed.
+  // Returns whether the row's set is a single id. If so, no logit of the row is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Support& support) const {
     return support.size == 1 &&
            !(rows.supports.include_label && rows.labels[row] >= 0 && rows.labels[row] != support.tokens[0]);
@@ -82,7 +82,8 @@ struct SupportHead {
   D3S_HOST_DEVICE bool may_join(int64_t row, const Support& support) const {
     return rows.supports.include_label && support.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
-  // Turns the product of a hidden state and a weight row into a logit. The rounding steps are those of the dense head.
+  // Turns the product of a hidden state and a weight row into a logit. The rounding steps are the same as in the dense
+  // head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
     float z = rounded(product, logits_type);
     if (bias.values) z = rounded(z + bias[weight_row], logits_type);
@@ -94,9 +95,9 @@ struct SupportHead {
   }
 };
 
-// Writes one logit for each place. The logit is -inf in four cases: the place belongs to no row; the token of the place
-// is in another shard; the row is masked out; or the set of the row is a single token. Offsets on a GPU may be
-// unchecked; if an offset is bad, all logits are NaN.
+// Writes one logit for each place. The logit is -inf in four cases: the place belongs to no row; the id of the place is
+// in another shard; the row is masked out; or the set of the row is a single id. Offsets on a GPU may be unchecked; if
+// an offset is bad, all logits are NaN.
 void support_logits(const SupportHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
@@ -106,8 +107,8 @@ struct SupportGradient {
   const int32_t* tokens = nullptr;  // the weight row of each place
   int64_t places = 0;
 
-  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so the row and the token
-  // are tested here.
+  // Returns whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so both values of the
+  // place are tested here.
   D3S_HOST_DEVICE bool has(int64_t place, int64_t row_count, int64_t token_count) const {
     return rows[place] >= 0 && rows[place] < row_count && tokens[place] >= 0 && tokens[place] < token_count;
   }
@@ -119,8 +120,8 @@ struct SupportGradient {
 void sum_for_rows(const SupportGradient& gradient, const Matrix& weight, const Segments& supports,
                   const bool* undefined, const Matrix& out, Device& device);
 
-// A token may be in the supports of several rows. For each of these rows, in their order, adds grad * hidden[row] to
-// out[token], and grad to bias_out[token]. `out` has the type of `hidden`, or float32, and may have no
+// An id, `token`, may be in the supports of several rows. For each of these rows, in their order, adds grad *
+// hidden[row] to out[token], and grad to bias_out[token]. `out` has the type of `hidden`, or float32, and may have no
 // columns. bias_out may be null.
 void add_for_tokens(const SupportGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);

@@ -61,7 +61,9 @@ class SupportArguments(NamedTuple):
 
 
 class OptionalSupports(NamedTuple):
-    """The supports of those rows that have one: ids and offsets (both, or neither), and how other rows are handled."""
+    """Optional supports: ids and offsets, either both or neither. The other fields say how labels outside of a support,
+    and rows without a support, are handled.
+    """
 
     ids: Tensor | None = None
     offsets: Tensor | None = None
@@ -100,8 +102,8 @@ class GradientArguments(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Says which tokens the columns of the logits belong to. If ``first_token`` is None, the columns are the whole
-    vocabulary. Otherwise they are consecutive tokens from ``first_token`` on.
+    """Says which ids the columns of the logits belong to. If ``first_token`` is None, the columns are the whole
+    vocabulary. Otherwise they are consecutive ids from ``first_token`` on.
     """
 
     first_token: int | None = None
@@ -146,8 +148,8 @@ def of_schema(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Returns the function that makes this parameter of a kernel, or None if the parameter is a single argument of the
-    schema, and the names and the defaults of the arguments.
+    """Returns two results. The first is the function that makes this parameter of a kernel, or None if the parameter is
+    a single argument of the schema. The second has the names and the defaults of the schema's arguments.
     """
     default = parameter.default
     if parameter.annotation in (GradientArguments, GradientArguments.__name__):

@@ -68,7 +68,9 @@ def _require_subclass(name: str, value: object, takes: str) -> Tensor:
 
 
 def no_tensor(name: str, value: object, takes: str = "a tensor") -> TypeError:
-    """Returns the error for a value that is no tensor. For an array or a list, it says what makes a tensor of it."""
+    """Returns the error for a value that is no tensor. For an array or a list, the message says how to make a tensor
+    from it.
+    """
     kind = type(value).__name__
     made = {"ndarray": "torch.from_numpy", "list": "torch.tensor", "tuple": "torch.tensor"}.get(kind)
     return TypeError(f"{name}: got {kind}; takes {takes}" + (f": {made}({name}) is one" if made else ""))

@@ -82,7 +82,7 @@ def half_products() -> tuple[torch.dtype, ...]:
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# A back-end reduces each slice of a row to one softmax state. SLICES has the slice length in tokens for each kind of
+# A back-end reduces each slice of a row to one softmax state. SLICES has the slice length in columns for each kind of
 # device. CPU_SLICE is kSlice of the compiled CPU library (csrc/cpu/softmax_rows.h). GPU_SLICE is for all other
 # back-ends: kSlice in csrc/cuda/ and SLICE in _triton/. Both are multiples of the slice length in _torch/.
 CPU_SLICE, GPU_SLICE = 8192, 32768

@@ -1,4 +1,4 @@
-"""Warns of invalid values on a GPU, such as a ratio of 0 or a label that is no token.
+"""Warns of invalid values on a GPU, such as a ratio of 0 or a label that is not in the vocabulary.
 
 A check on the host would cause a host sync. So an op that meets an invalid value gives NaN or selects nothing, and the
 next op warns. Compiled kernels note faults in host memory (``csrc/ops/faults.h``); this costs nothing while there is no
@@ -79,10 +79,10 @@ def tell() -> None:
 def synchronize_checks() -> None:
     """Waits for the GPUs, and then warns of the bad values that ops have met so far.
 
-    Bad values are, for example, a ratio outside of (0, 1], offsets that decrease, or a label that is no token. If bad
-    values are in a tensor on a GPU, an op could refuse them only with a host sync. So the op selects nothing or gives
-    NaN, and the next call of any op warns. Call this function at the end of a program, and in tests. On a CPU, ops
-    refuse bad values themselves.
+    Bad values are, for example, a ratio outside of (0, 1], offsets that decrease, or a label that is not in the
+    vocabulary. If bad values are in a tensor on a GPU, an op could refuse them only with a host sync. So the op selects
+    nothing or gives NaN, and the next call of any op warns. Call this function at the end of a program, and in tests.
+    On a CPU, ops refuse bad values themselves.
 
     Warns:
         RuntimeWarning: once for each op and kind of fault.

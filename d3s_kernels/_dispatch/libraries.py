@@ -38,7 +38,9 @@ WHEELS = {"x86_64": {"12": "cu128", "13": "cu130"}, "aarch64": {"13": "cu130"}}
 
 
 def how_to_get_cuda(cuda: str) -> str:
-    """Says which command installs the CUDA library for a torch with this version of CUDA, or that no wheel has it."""
+    """Says which command installs the CUDA library for a torch with this version of CUDA, or says that no wheel has
+    it.
+    """
     wheel = WHEELS.get(platform.machine(), {}).get(cuda.partition(".")[0])
     if wheel is None or sys.platform != "linux":
         return f"no wheel has one for CUDA {cuda} on this platform: build from source where there is nvcc"

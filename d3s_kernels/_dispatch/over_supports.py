@@ -1,7 +1,7 @@
 """Log-probability and entropy over logits when some rows have a support; such a row is computed over its support only.
 
-Here the rows are divided and joined: the ops for all tokens compute the dense rows, which have no support, and the ops
-``support_*`` of ``csrc/ops`` write the other rows into the same results.
+This module divides the rows and joins the results. The ops over the whole vocabulary compute the dense rows, which have
+no support. The ops ``support_*`` of ``csrc/ops`` write the other rows into the same results.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class DenseRows(NamedTuple):
     """The rows that are not masked out and have no support."""
 
     mask: Tensor  # bool [...], one for each row
-    bound: int | None  # the caller's bound on their number
+    bound: int | None  # the caller's bound on the number of these rows
 
     def packed(self, logits: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]] | None:
-        """Plain PyTorch reads the logits of masked rows too. So where it serves the dense ops, returns an iterator over
-        these rows, and None elsewhere. The iterator yields, piece by piece, three tensors: row indices, logits ``[n,
-        V]``, and the rows to which results are written. With a bound, there are always that many entries; the results
-        of unused entries go to an extra last row. Without a bound, this method causes a host sync.
+        """If plain PyTorch computes the dense ops, returns an iterator over the dense rows, since plain PyTorch would
+        also read the logits of masked rows. For any other back-end, returns None. The iterator yields, piece by piece,
+        three tensors: row indices, logits ``[n, V]``, and the rows to which results are written. With a bound, there is
+        an entry for each row that the bound allows; the results of unused entries go to an extra last row. Without a
+        bound, this method causes a host sync.
         """
         if not backends.reads_masked_rows(logits.device.type):
             return None
@@ -126,7 +127,7 @@ def _statistics(
 def _of_dense_rows(
     dense: DenseRows, logits: Tensor, labels: Tensor | None, temperature: NumberOrTensor
 ) -> tuple[Tensor, ...]:
-    """Returns the results of dense rows. Those of other rows are not used."""
+    """Returns the results of the dense rows. The values for other rows are not used."""
     packed = dense.packed(logits)
     if packed is None:
         results: tuple[Tensor, ...] = _op.logprob_entropy.default(logits, labels, *temperature, dense.mask)
@@ -149,8 +150,8 @@ def merge_tile_(
     mask: Tensor | None,
     supports: OptionalSupports,
 ) -> Tensor:
-    """Merges a tile into the rows' softmax states; of a row with a support, only the support's logits. Returns which
-    rows are dense.
+    """Merges a tile into the rows' softmax states. If a row has a support, only the logits of the support are merged.
+    Returns which rows are dense.
     """
     required, bound = supports.required, supports.max_dense_rows
     marked, exceeded = _op.support_rows.default(logits, *required[:2], bound, mask)

@@ -36,8 +36,8 @@ class Incoming(NamedTuple):
     log_sum: Tensor
 
     def poisoned(self, bad: Tensor, both: bool) -> Incoming:
-        """Replaces the incoming gradients with NaN if ``bad`` is true. If ``both`` is False, only one of the two is
-        replaced: this is enough to make a row's whole gradient NaN.
+        """If ``bad`` is true, replaces incoming gradients with NaN: both gradients if ``both`` is True, otherwise one
+        of them. One NaN is enough to make a row's whole gradient NaN.
         """
         grad_logprob, grad_entropy = self.grad_logprob, self.grad_entropy
         if grad_logprob is not None and (both or grad_entropy is None):
@@ -89,8 +89,8 @@ def backward(
 
 
 def _any_exceeded(problem: HeadProblem, incoming: Incoming, dense_exceeded: Tensor | None) -> Tensor | None:
-    """Returns a 0-d flag: whether there are more rows with a gradient, or more dense rows, than the bound on them.
-    Returns None if the host already knows that neither is so.
+    """Returns a 0-d flag: whether the number of rows with a gradient, or the number of dense rows, exceeds its bound.
+    Returns None if the host already knows that neither bound is exceeded.
     """
     bound, rows = problem.max_grad_rows, problem.rows
     flags = [] if dense_exceeded is None else [dense_exceeded.view(())]
@@ -234,7 +234,7 @@ class _Rows(NamedTuple):
         part = iter(together.unbind())
         packed_incoming = incoming.map(lambda _: next(part))
         if packed_incoming.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
-            # Labels on a GPU are not checked. A label that is no token gives NaN.
+            # Labels on a GPU are not checked. A label that is no id of the vocabulary gives NaN.
             packed_incoming.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
         return cls(packed, targets, packed_incoming, picked.temperature(problem))
@@ -251,7 +251,7 @@ class Gradients:
 
     If the rows are cut into several tiles, several tiles add to the same part of the weight's gradient. Their terms are
     summed in float32: in the weight's gradient itself if its dtype is float32, otherwise in a float32 buffer for the
-    tokens of one tile.
+    ids of one tile.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
@@ -268,8 +268,8 @@ class Gradients:
             self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
 
     def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
-        """Adds the gradients from one tile. All tiles with the same tokens (a slab) must be added one after the other,
-        in row order.
+        """Adds the gradients from one tile. All tiles of a slab, which have the same ids, must be added one after the
+        other, in row order.
         """
         if self._bias is not None:
             self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
@@ -305,7 +305,7 @@ class Gradients:
 def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
     gradients = Gradients(rows.hidden, head, tiles, wanted)
-    # The outer loop is over tokens, so that the gradient of a slab is complete after the inner loop.
+    # The outer loop is over slabs, so that the gradient of a slab is complete after the inner loop.
     for tokens in tiles.token_slices():
         for place in tiles.row_slices():
             tile = _gradient_of_tile(problem, head, rows.at(place), tokens, tiles.room(place, tokens))
@@ -315,7 +315,9 @@ def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wante
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """Overwrites a tile's logits with their gradient. A gradient in a narrower dtype fills the front of each row."""
+    """Overwrites a tile's logits with their gradient. A gradient in a narrower dtype fills only the front part of each
+    row.
+    """
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
     gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.

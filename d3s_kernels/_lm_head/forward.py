@@ -1,8 +1,8 @@
 """The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
 A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a support, only the
-logits of the support are computed. A host sync occurs only if the host would have to know a number of rows, and the
-caller gives no bound on this number.
+logits of the support are computed. A host sync occurs only if the host needs a number of rows for which the caller
+gives no bound.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Picked(NamedTuple):
         return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
-        """Returns the ``values`` of the picked rows. Unused slots are filled with ``past``, since their index is 0, and
-        row 0 may have a NaN that must not reach a product.
+        """Returns the ``values`` of the picked rows. The index of an unused slot is 0, but row 0 may have a NaN, which
+        must not reach a product. So unused slots are filled with ``past``.
         """
         packed = values.index_select(dim, self.indices)
         if self.past is None:
@@ -92,8 +92,8 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def support_logits(rows: HeadProblem) -> Tensor:
-    """Computes the support logits of a problem that :func:`flat_rows` returned, expanded to ``[rows, support logits]``:
-    all rows share the same memory.
+    """Computes the support logits of a problem from :func:`flat_rows`. The result is expanded to
+    ``[rows, support logits]``, so that all rows share the same memory.
     """
     tile_start, mask, supports = rows.shard.tile_start, rows.mask, rows.supports.required
     logits = Head.of(rows).support_logits(rows.hidden, rows.labels, supports, mask, tile_start)
@@ -101,8 +101,8 @@ def support_logits(rows: HeadProblem) -> Tensor:
 
 
 def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
-    """Returns the problem restricted to the rows without a support, whose logits are computed for all tokens; and a
-    bool tensor ``[1]``, whether there are more such rows than the bound on them, or None if there cannot be more.
+    """Returns the problem restricted to the dense rows, which have a logit for every id. Also returns a bool tensor
+    ``[1]``: whether the number of dense rows exceeds its bound; or None if it cannot exceed the bound.
     """
     ids, offsets, _, most_dense = problem.supports
     mask, exceeded = _op.support_rows.default(problem.hidden, ids, offsets, most_dense, problem.mask)
@@ -124,7 +124,7 @@ def dense_rows(problem: HeadProblem) -> tuple[HeadProblem, Tensor | None]:
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
     """Returns the softmax states ``[rows, 4]`` of rows to which no logits have been added. In the states, the label's
-    logit is NaN; it stays NaN if the label is no token.
+    logit is NaN; it stays NaN if the label is no id of the vocabulary.
     """
     state = like.new_zeros((rows, 4), dtype=torch.float32)
     state.select(1, 0).fill_(torch.finfo(torch.float32).min)
@@ -166,7 +166,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 @without_autocast
 def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
-    """Computes the outputs of the dense rows, and writes the outputs of the other rows among them."""
+    """Computes the outputs of the dense rows and of the rows with a support, and joins them."""
     dense, exceeded = dense_rows(problem)
     rows, may_be_dense = flat_rows(problem), problem.supports.may_be_dense
     labels, temperature, mask, supports = rows.labels, rows.temperature, rows.mask, rows.supports.required
@@ -178,7 +178,8 @@ def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
             *flat_outputs, support_logits(rows), labels, *supports, *temperature, mask, exceeded, support_of
         )
         return outputs
-    # The states of all rows pass through one collective, and are finished before they are joined.
+    # One collective gathers the states of all rows. Below, the outputs of dense rows are replaced by outputs that are
+    # computed separately.
     state, tile_start = no_logits(rows.rows, rows.hidden), rows.shard.tile_start
     _op.support_softmax_state_.default(
         state, support_logits(rows), labels, *supports, tile_start, *temperature, mask, exceeded, support_of

@@ -79,7 +79,7 @@ def problem_of(
 
 
 def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
-    """Returns the arguments of the op's schema, in its order. :func:`problem_of` is the inverse."""
+    """Returns the arguments of the op's schema, in the schema's order. :func:`problem_of` is the inverse."""
     return (
         problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
         problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,

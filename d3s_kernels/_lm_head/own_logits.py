@@ -164,8 +164,8 @@ def _bodies(model: Any) -> Iterator[Any]:
 @contextmanager
 def _undisturbed(head: ModelHead) -> Iterator[None]:
     """Runs a ``with`` block without gradients and without compilation, and restores the random states afterwards.
-    During the block, eager attention replaces an attention that takes a prefix tree (TRL's, in asynchronous training)
-    and, on a CPU, flash attention.
+    During the block, eager attention replaces two other kinds: attention over a prefix tree, which TRL uses in
+    asynchronous training, and flash attention on a CPU.
     """
     devices = {value.device for value in head.model.parameters()}
     kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)

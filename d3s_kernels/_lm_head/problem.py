@@ -1,8 +1,8 @@
 """The arguments of the LM head's ops as one object, and their checks. The vocabulary may be whole or a shard.
 
-A public function calls :func:`checked_problem`, which returns a complete :class:`HeadProblem`: nothing is added to it
-or replaced in it on the way to ``forward`` and ``backward``. An op has to take tensors and numbers, so ``op.py``
-converts the problem to the op's arguments, and back.
+A public function calls :func:`checked_problem`, which returns a complete :class:`HeadProblem`. On the way to
+``forward`` and ``backward``, no argument is added, and only ``max_grad_rows`` may be replaced. An op has to take
+tensors and numbers, so ``op.py`` converts the problem to the op's arguments, and these arguments back to the problem.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shard(NamedTuple):
-    """A vocabulary shard: the tokens from ``first_token`` on, as many as the logits or the weight have. If ``ranks`` is
-    None, the shard is the whole vocabulary.
+    """A vocabulary shard: consecutive ids from ``first_token`` on. The logits have a column for each id, and the weight
+    has a row for each id. If ``ranks`` is None, the shard is the whole vocabulary.
 
     All ranks have the same rows. If there are no rows, all ranks skip the collectives.
     """
@@ -58,7 +58,7 @@ class Shard(NamedTuple):
 
     @property
     def tile_start(self) -> int | None:
-        """The first token for an op on a tile of the vocabulary, which takes None for the whole vocabulary."""
+        """The argument ``tile_start`` of an op: the first id of a shard, or None for the whole vocabulary."""
         return None if self.ranks is None else self.first_token
 
     def token(self, column: int) -> int:
@@ -236,11 +236,11 @@ def checked_problem(
     supports: Callable[[Tensor], OptionalSupports],
     shard: Shard = WHOLE,
 ) -> HeadProblem:
-    """Checks the arguments of a public function, and returns the problem. ``supports`` checks the
-    sampling mask, which has to be on the device of the tensor that it gets, and returns its supports.
+    """Checks the arguments of a public function, and returns the problem. ``supports`` is called with the hidden
+    states. It checks the sampling mask, which must be on the same device, and returns the mask's supports.
 
-    Checked here are types, devices, and conditions that no single kernel can check. Shapes and values are checked by
-    :meth:`HeadProblem.check`, which the op calls when it runs: a graph that torch.compile has made runs only the op.
+    This function checks types, devices, and conditions that no single kernel can check. Shapes and values are checked
+    by :meth:`HeadProblem.check`, which the op calls when it runs: a graph that torch.compile has made runs only the op.
     """
     name = "weight" if shard.ranks is None else "weight_shard"
     require_tensors(**{"hidden": hidden, name: weight, "labels": labels})

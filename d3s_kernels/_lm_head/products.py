@@ -216,15 +216,15 @@ class Tiles(NamedTuple):
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
         length = whole_vectors(vocabulary, head.logits_dtype)
-        # A tile has as many rows as the workspace can hold for one slice of tokens. So the weight is read only a few
-        # times, and if all rows fit, the weight's gradient is written only once. If not all rows fit, the rows are cut
-        # into tiles of about equal height.
+        # A tile has as many rows as the workspace can hold for one slice. So the weight is read only a few times, and
+        # if all rows fit, the weight's gradient is written only once. If not all rows fit, the rows are cut into tiles
+        # of about equal height.
         fitting = max(1, elements // max(1, min(slice_tokens, length)))
         row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
         if row_step < rows:
             row_step = min(fitting, -(-row_step // sizes.row_multiple) * sizes.row_multiple)
-        token_step = max(1, vocabulary)  # a shard may have no tokens
-        if row_step * length > elements:  # if not all tokens fit: as few tiles as possible, of about equal size
+        token_step = max(1, vocabulary)  # a shard may have no ids
+        if row_step * length > elements:  # if not all ids fit: as few tiles as possible, of about equal size
             fitting_tokens = elements // row_step // slice_tokens * slice_tokens
             tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
             token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens

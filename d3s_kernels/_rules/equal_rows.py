@@ -40,8 +40,8 @@ from .._segments.segments import pool
 
 
 def most_varied(values: Tensor, wanted: Tensor) -> Tensor:
-    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted / ranks``, rounded up, or fewer if a
-    row has fewer finite values. No host sync.
+    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted / ranks``, rounded up. If a row has
+    fewer finite values, all rows get only as many marks as this row has finite values. No host sync.
     """
     ranks, most = values.shape
     usable = values.isfinite()

@@ -1,4 +1,6 @@
-"""Where sequences are cut at random, and the weights of the tokens before the cuts, for one process and for several."""
+"""Where sequences are cut at random, and the weights of the tokens before the cuts, for one process and for several
+processes.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,9 @@ def cut_at(
     draws: Tensor,
     of_all_ranks: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts each segment. Returns the fields of :class:`d3s_kernels.Prefixes`. ``of_all_ranks`` takes this rank's number
-    of tokens of each segment, and returns two: the number of all ranks, and the number of the ranks before this one.
+    """Cuts each segment. Returns the fields of :class:`d3s_kernels.Prefixes`. ``of_all_ranks`` gets the number of this
+    rank's tokens in each segment. It returns two numbers for each segment: how many tokens all ranks have, and how many
+    tokens the ranks before this rank have.
     """
     flat = present.flatten()
     here = segments.without_ends(segments.total(flat))
@@ -79,7 +82,7 @@ def cut_at(
     ratio, total = share, total.double()
     least = ((2 * ratio - 1) * total).ceil().clamp(min=1)
     cut = (least + (draws * (total - least + 1)).floor()).minimum(total)  # a product may be rounded up to total + 1
-    place = segments.count_before(flat) + segments.spread(before) + 1  # of a token in its sequence, from 1 on
+    place = segments.count_before(flat) + segments.spread(before) + 1  # counts the tokens of a sequence from 1
     least, cut, total = (segments.spread(each) for each in (least, cut, total))
     kept = flat & (place <= cut)  # false if the ratio is NaN
     weight = torch.where(kept, (total - least + 1) / (total - torch.maximum(place.double(), least) + 1), 0.0)

@@ -41,7 +41,7 @@ def require_share(share: float) -> None:
 
 class ByVariance(NamedTuple):
     order: Tensor  # int64 [groups]: the groups by descending variance
-    number: Tensor  # int64, 0-d: how many of the first groups have the share of the variance
+    number: Tensor  # int64, 0-d: how many of the first groups are needed for the share
 
     def marked(self, at_least: int = 0) -> Tensor:
         """Marks these groups, but at least the first ``at_least`` groups."""
@@ -67,7 +67,9 @@ def variances(rewards: Tensor, offsets: Tensor | None = None) -> Tensor:
 
 
 def by_variance(variances: Tensor, share: float) -> ByVariance:
-    """Orders groups by their variances, float64 ``[groups]``, and finds how many have the share of their sum."""
+    """Orders groups by their variances, float64 ``[groups]``, and finds how many of them are needed for the share of
+    the sum.
+    """
     descending, order = variances.sort(descending=True, stable=True)
     falls = descending[1:] < descending[:-1] * (1 - _ALIKE)
     tie = pad(falls.cumsum(0), (1, 0))[: len(order)]  # the same number for variances that tie

@@ -31,7 +31,7 @@ def places_in_tile(labels: Tensor, tile: Tile, columns: int) -> tuple[Tensor, Te
 
 
 def at_places(tile: Tensor, places: Tensor) -> Tensor:
-    """Returns tile[row, places[row]] for each row, or NaN if the tile has no tokens."""
+    """Returns tile[row, places[row]] for each row, or NaN if the tile has no columns."""
     if tile.shape[1] == 0:
         return torch.full(places.shape, math.nan, dtype=torch.float32, device=tile.device)
     return tile.gather(1, places.unsqueeze(1)).squeeze(1).float()
@@ -68,7 +68,9 @@ def _of_rows(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
 
 
 def finished(state: Tensor, label_logit: Tensor, in_tile: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
-    """Returns the four results of each row, [4, rows], from its state, where ``in_tile`` the label is one."""
+    """Returns the four results of each row, [4, rows], from the row's state. The log-probability is NaN where
+    ``in_tile`` is False, unless the row has no label.
+    """
     entropy, top, log_sum = finish(state, temperature)
     logprob = log_probability(label_logit, top, log_sum, temperature)
     logprob = logprob.masked_fill(~in_tile, math.nan).masked_fill(target == NO_TARGET, 0)

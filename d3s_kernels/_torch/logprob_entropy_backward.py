@@ -59,8 +59,8 @@ def logprob_entropy_backward_(
 
 
 def rows_of(given: GradientArguments, temperature: NumberOrTensor, tile: Tile, tokens: int) -> Rows:
-    """Computes the values from which the gradients are computed. ``tokens`` is the number of tokens in the tile. If an
-    unchecked label is no token, the whole gradient of its row becomes NaN.
+    """Computes the values from which the gradients are computed. ``tokens`` is the number of ids in the tile. If an
+    unchecked label is no id of the vocabulary, the whole gradient of its row becomes NaN.
     """
     grad_logprob, grad_entropy, logits, labels, *of_forward = given
     entropy, row_max, log_sum = (values.reshape(-1) for values in of_forward)

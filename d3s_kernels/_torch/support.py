@@ -53,13 +53,15 @@ class Supports(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """Five flags for each row about its set: its ids and, maybe, its label. Each tensor is bool [rows]."""
+    """Five flags for each row about the row's set, which has the ids of the row and, maybe, the label. Each tensor is
+    bool [rows].
+    """
 
     has_label: Tensor  # the label is in the set
     label_joins: Tensor  # the label is in the set but not among the ids
-    single: Tensor  # the set has only one token, and the logit of this token is not read
+    single: Tensor  # the set has only one id, and the logit of this id is not read
     bad: Tensor  # an id of the row is invalid, or the offsets are; the row's results are then NaN
-    dense: Tensor  # the row has no support, so the set is all tokens
+    dense: Tensor  # the row has no support, so the set has all ids
 
     @classmethod
     def of(cls, supports: Supports, targets: Tensor, tile: Tile, tokens: int) -> Sets:
@@ -84,7 +86,7 @@ class SupportRows(NamedTuple):
     targets: Tensor
     tile: Tile
     mask: Tensor | None
-    tokens: int  # number of tokens in the tile
+    tokens: int  # number of ids in the tile
     listed: bool  # whether `logits` has only support logits: first a logit for each id, then for each row's label
 
     @classmethod
@@ -97,7 +99,7 @@ class SupportRows(NamedTuple):
         mask: Tensor | None,
         support_of: int | None = None,
     ) -> SupportRows:
-        """With ``support_of``, ``logits`` is a list of the support logits of a tile of ``support_of`` tokens."""
+        """With ``support_of``, ``logits`` is a list of the support logits of a tile of ``support_of`` ids."""
         of_rows = Supports.of(supports)
         tokens = logits.shape[-1] if support_of is None else support_of
         sets = Sets.of(of_rows, targets, tile, tokens)
@@ -107,9 +109,9 @@ class SupportRows(NamedTuple):
     def support_logits(
         self, and_single: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """Yields the support logits piece by piece, as five tensors: row, token, index in the logits, logit, and
-        whether the logit is read. Labels that join their row's set come last. The logit of a set of one token is read
-        only if ``and_single`` is true for the row.
+        """Yields the support logits piece by piece, as five tensors: row, id, index in the logits, logit, and whether
+        the logit is read. Labels that join their row's set come last. The logit of a set of one id is read only if
+        ``and_single`` is true for the row.
         """
         single = self.sets.single if and_single is None else self.sets.single & ~and_single
         counts = ~(single | self.sets.bad | self.sets.dense)
@@ -125,7 +127,7 @@ class SupportRows(NamedTuple):
 
     def label_logits(self) -> tuple[Tensor, Tensor]:
         """Returns the logit of each row's label, and whether the logit is read. A logit is read if the label is in the
-        tile and in the row's set, and is not the only token of the set.
+        tile and in the row's set, and is not the only id of the set.
         """
         place = self.tile.column(self.targets)
         read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.tokens)

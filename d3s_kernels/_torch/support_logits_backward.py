@@ -32,8 +32,7 @@ def support_logits_backward(
     tile: Tile = ALL_TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns four tensors. Three have one value for each support logit: its gradient, its row index (-1 if there is no
-    gradient) and its token's column in the tile. The fourth has a flag for each row: whether the row's gradients are
-    NaN.
+    gradient) and its id's column in the tile. The fourth has a flag for each row: whether the row's gradients are NaN.
     """
     logits = given.logits
     rows = rows_of(given, temperature, tile, support_of)

@@ -1,5 +1,5 @@
 """The ops for rows of logits that have a support: which rows these are, their results, and their gradients. The results
-are written among those of the dense rows.
+are written into the same tensors as the results of the dense rows.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def support_softmax_state_(
 
 
 def _with_single_tokens(state: Tensor, rows: SupportRows) -> Tensor:
-    """Merges the tile into the states of rows whose set is a single token. The logit of this token counts as 0. If the
-    token is in another tile, the row's state does not change. The results for other rows are not used.
+    """Merges the tile into the states of rows whose set is a single id. The logit of this id counts as 0. If the id is
+    in another tile, the row's state does not change. The results for other rows are not used.
     """
     ids, offsets = rows.supports.ids, rows.supports.offsets
     if len(ids) == 0:
@@ -151,12 +151,13 @@ def support_logprob_entropy_backward_(
     out = grad_logits.view(-1, columns)
     for row, ids, column, z, read in support.support_logits():
         read = read & ~still[row] & ~undefined[row]
-        # Unread logits have no gradient. Instead of each, the last read one before it is written again, or the first
-        # one of all; if none is read, what stands at the first place.
+        # A logit that is not read has no gradient. For such a logit, another write is repeated: the write for the last
+        # logit before it that is read, or else for the first logit that is read. If no logit of the piece is read, the
+        # value at the first logit's place is written again.
         at = torch.where(read, torch.arange(len(row), device=row.device), -1).cummax(0).values
         at = torch.where(at < 0, read.int().argmax(0, keepdim=True), at)
         to = row[at], column[at].clamp(0, columns - 1)
         gradient = gradients_at_ids(rows.part(row), ids, z).to(out.dtype)
         out.index_put_(to, torch.where(read[at], gradient[at], out[to]))
-    if not undefined.is_cpu or type(undefined) is not Tensor or undefined.any():  # on a GPU, the host does not know it
+    if not undefined.is_cpu or type(undefined) is not Tensor or undefined.any():  # on a GPU, the host cannot know
         out.masked_fill_(undefined.unsqueeze(1), math.nan)

@@ -71,8 +71,8 @@ def write_gradients(
     weight = tl.div_rn(exponential(-log_sum), temperature)
     offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
     slope = tl.div_rn(-weight * g_entropy, temperature)
-    # If the row's entropy or an incoming gradient is NaN, or if an unchecked label is not a token, m becomes NaN, so
-    # that the whole gradient is NaN.
+    # If the row's entropy or an incoming gradient is NaN, or if an unchecked label is no id of the vocabulary, m
+    # becomes NaN, so that the whole gradient is NaN.
     bad = (log_sum != log_sum) | (g_logprob != g_logprob) | (g_entropy != g_entropy)
     bad = bad | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
     m = tl.where(bad, float("nan"), tl.load(maxima + row))

@@ -21,7 +21,7 @@ from .token_keys import number
 # One pair for each program size: the maximum length of a group, and the number of threads.
 SIZES = ((64, 32), (256, 64), (1024, 128))
 LARGEST = SIZES[-1][0]
-LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values behind all others
+LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values after all others
 
 
 @triton.jit

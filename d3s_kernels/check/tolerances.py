@@ -188,9 +188,9 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    # Five rows of logits. In the first row, some tokens have probability 0. The logits of the second row are far from
-    # 0. The fourth row is masked. The sampling mask keeps three tokens of the first row, one token of the second row,
-    # and all tokens of the third row.
+    # Five rows of logits. In the first row, some ids have probability 0. The logits of the second row are far from 0.
+    # The fourth row is masked. The sampling mask has three ids for the first row, one id for the second row, and no ids
+    # for the third row, so that the third row is dense.
     logits, labels = 3 * normal(5, length), torch.tensor([2, -100, 7, 0, 5])
     logits[0, 3::3], logits[1] = -math.inf, logits[1] + 1000
     mask, temperature = torch.tensor([True, True, True, False, True]), torch.tensor([1.0, 0.7, 2.0, 1.0, 0.9])

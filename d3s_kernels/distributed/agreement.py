@@ -26,7 +26,9 @@ _TOLD = {error.__name__: error for error in (TypeError, ValueError, NotImplement
 
 
 def asks() -> bool:
-    """Returns whether the ranks exchange their arguments. Under torch.compile they do not: each rank traces alone."""
+    """Returns whether the ranks exchange their arguments. Under torch.compile they do not exchange them, since each
+    rank traces alone.
+    """
     return checks_everything() and not torch.compiler.is_compiling()
 
 

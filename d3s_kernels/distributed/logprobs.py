@@ -50,9 +50,9 @@ def vocab_parallel_logprob_entropy(
 
     **Backward.** Nothing is communicated. The loss must be the same on all ranks, as for Megatron's vocab-parallel
     cross entropy. Then the incoming gradients are also the same, and each rank computes the gradient of its columns
-    from them and from the entropy, maximum and log S of each row. Do not scale the loss by the number of these ranks,
-    and do not all-reduce the terms of the loss over these ranks: if autograd sees the all-reduce, gradients are too
-    large by a factor of the number of ranks.
+    from the incoming gradients and from the entropy, maximum and log S of each row. Do not scale the loss by the number
+    of these ranks, and do not all-reduce the terms of the loss over these ranks: if autograd sees the all-reduce,
+    gradients are too large by a factor of the number of ranks.
 
     If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with their rows sharded as
     in ``logits_shard``. If rows are sharded, plain tensors and the sampling mask must have only this rank's rows.
@@ -60,22 +60,21 @@ def vocab_parallel_logprob_entropy(
     Args:
         logits_shard: ``[..., V_r]``, this rank's columns of the logits, in bfloat16, float16 or float32. The stride of
             the last dimension must be 1; all other strides are allowed. Ranks may have different numbers of columns, or
-            none. A token that only pads the vocabulary is a column of ``-inf``; a whole shard may be padding. A DTensor
+            none. An id that only pads the vocabulary has a column of ``-inf``; a whole shard may be padding. A DTensor
             must have ``Shard(-1)`` on one dimension of its mesh, and ``Replicate`` or a ``Shard`` of rows on each other
             dimension.
-        labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
-            the logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are
-            NaN.
-        vocab_start: the token of this rank's first column; None for a DTensor.
+        labels: int64 or int32 ``[...]``, ids of the whole vocabulary, the same on all ranks; -100 means no target: the
+            logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are NaN.
+        vocab_start: the id of this rank's first column; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
             on all ranks.
         mask: bool, or integer (0 means False) ``[...]``, the same on all ranks; rows where the mask is False are not
             read, and both of their results are 0.
-        sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, and the same on
-            all ranks. Each rank reads the tokens of its shard. A token in no shard is ignored; with
-            ``D3S_KERNELS_CHECK=1`` it raises an error.
+        sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with ids of the whole vocabulary, and the same on all
+            ranks. Each rank reads the ids of its shard. An id in no shard is ignored; with ``D3S_KERNELS_CHECK=1`` it
+            raises an error.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, and the same on all ranks.
 
     Returns:
@@ -176,22 +175,22 @@ def vocab_parallel_linear_logprob_entropy(
 
     All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` must
     be the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
-    ``weight_grad_into`` sharded like ``weight_shard``, and the rest replicated on these ranks.
+    ``weight_grad_into`` sharded like ``weight_shard``, and all others replicated on these ranks.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need the gradient of
             ``hidden``, or no rank needs it.
-        weight_shard: ``[V_r, H]``, the rows of the weight for the ``V_r`` tokens from ``vocab_start`` on. It has the
-            dtype of ``hidden``, or one of the two is float32 (see :func:`d3s_kernels.linear_logprob_entropy`). Ranks
-            may have different numbers of tokens, or none. A DTensor must have ``Shard(0)`` on one dimension of its
-            mesh, and ``Replicate`` on the other dimensions. Gradients are not summed over the other dimensions.
-        labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
-            For a label in no shard, the logprob and the gradients are NaN.
-        vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
+        weight_shard: ``[V_r, H]``, the rows of the weight for the ``V_r`` ids from ``vocab_start`` on. It has the dtype
+            of ``hidden``, or one of the two is float32 (see :func:`d3s_kernels.linear_logprob_entropy`). Ranks may have
+            different numbers of ids, or none. A DTensor must have ``Shard(0)`` on one dimension of its mesh, and
+            ``Replicate`` on the other dimensions. Gradients are not summed over the other dimensions.
+        labels: int64 or int32 ``[...]``, ids of the whole vocabulary, the same on all ranks; -100 means no target. For
+            a label in no shard, the logprob and the gradients are NaN.
+        vocab_start: the id of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
-        bias: ``[V_r]``, for the tokens of ``weight_shard``. The same dtypes are allowed as for ``weight_shard``. Pass a
-            bias of ``-inf`` for a token that only pads the vocabulary.
+        bias: ``[V_r]``, for the ids of ``weight_shard``. The same dtypes are allowed as for ``weight_shard``. Pass a
+            bias of ``-inf`` for an id that only pads the vocabulary.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before they are divided by the temperature (as
             in Gemma).
@@ -210,10 +209,10 @@ def vocab_parallel_linear_logprob_entropy(
             weight's gradient to this tensor, even a backward that asks only for other gradients. No backward zeroes the
             tensor. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
             requires no gradient, nothing is added. Not supported under ``torch.compile``.
-        sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary. Each rank
+        sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with ids of the whole vocabulary. Each rank
             computes the logits of the supports' ids in its shard. The ranks exchange 16 bytes for each row in the
-            forward, and H float32 values for each row in the backward. For rows without a support, the ranks
-            also exchange what they would exchange without a sampling mask.
+            forward, and H float32 values for each row in the backward. For rows without a support, the ranks also
+            exchange what they would exchange without a sampling mask.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
 
     Returns:
@@ -253,8 +252,8 @@ def vocab_parallel_linear_logprob_entropy(
         if not torch.compiler.is_compiling():  # while a graph is traced, values are unknown, and torch checks shapes
             problem.check()
             problem.require_memory()
-            # A rank without tokens runs no kernel that checks the temperature. So the temperature is checked here,
-            # before other ranks wait for this rank.
+            # A rank without ids runs no kernel that checks the temperature. So the temperature is checked here, before
+            # other ranks wait for this rank.
             state = hidden.new_empty((problem.rows, 4), dtype=torch.float32)
             ops.check("softmax_state_finish", state, *problem.flat_temperature)
         return problem
@@ -334,8 +333,8 @@ class ShardedArgument:
 
     @property
     def first_token(self) -> int:
-        """This rank's first token. A read of this property may raise an error on this rank but not on others, so the
-        first read is within ``agree``.
+        """The first id of this rank's shard. A read of this property may raise an error on this rank but not on others,
+        so the first read is within ``agree``.
         """
         if isinstance(self._tensor, DTensor):
             return self._first_token_of(self._tensor)
@@ -347,8 +346,8 @@ class ShardedArgument:
         return self._start
 
     def _first_token_of(self, tensor: DTensor) -> int:
-        """Returns the first token of this rank's shard of a DTensor. The vocabulary is cut as by torch.chunk: the last
-        ranks may have fewer tokens, or none.
+        """Returns the first id of this rank's shard of a DTensor. The vocabulary is cut as by torch.chunk: the last
+        ranks may have fewer ids, or none.
         """
         mesh, vocabulary = tensor.device_mesh, tensor.shape[self._dim]
         rank, ranks = mesh.get_local_rank(self._mesh_dim), mesh.size(self._mesh_dim)

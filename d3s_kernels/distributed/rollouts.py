@@ -52,7 +52,7 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     everyones = _gather_rewards(ranks, rewards, layout)
     if not whole:
         groups = everyones.segments(layout, "rewards")
-    else:  # this rank's groups, plus one segment before and one behind them for the other ranks' values
+    else:  # this rank's groups, and a segment before and a segment after them for other ranks' values
         if offsets is None:
             edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
         else:

@@ -15,8 +15,8 @@ LogitsDtype = Literal["float32", "auto"]
 
 @dataclass
 class HeadOptions:
-    """The options of our LM head. A selection does not use them, and a trainer whose head is its own has none of them.
-    ``docs/lm-head.md`` says when to choose which value.
+    """The options of our LM head. A selection does not use these options. A trainer that uses its own head does not
+    have them. ``docs/lm-head.md`` says when to choose which value.
     """
 
     logits_dtype: LogitsDtype = option(

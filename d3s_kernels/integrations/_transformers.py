@@ -114,7 +114,7 @@ class RunWithBudget:
 
     @property
     def _multiple(self) -> int:
-        """The selection keeps a multiple of this number of rows, so that micro-batches have the same size on all
+        """The number of kept rows is a multiple of this number, so that micro-batches have the same size on all
         processes.
         """
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
@@ -127,10 +127,12 @@ class RunWithBudget:
         return self._selection.budget(self._progress, self.num_generations)
 
     def _draws_of_rollouts(self, own: Tensor) -> Tensor:
-        """Returns a random number for each of this process's rollouts in ``own``. The numbers depend on the run's seed,
-        the step, and the place of the rollout among those of all processes, which have as many rollouts.
+        """Returns a random number for each of this process's rollouts in ``own``. Each number depends on the run's
+        seed, the step, and the place of the rollout among the rollouts of all processes. Every process has the same
+        number of rollouts.
         """
-        # Not the seed of _draws_of_step: a rollout that is kept at random would have a cut that is less so.
+        # This seed differs from the seed of _draws_of_step. Otherwise the number that decides whether a rollout is kept
+        # could also decide where the rollout is cut.
         generator = torch.Generator().manual_seed(self.args.seed + 1_000_003 * self.state.global_step + 499_979)
         draws = torch.rand(self.accelerator.num_processes, len(own), dtype=torch.float64, generator=generator)
         return draws[self.accelerator.process_index].to(own.device)

@@ -47,8 +47,8 @@ class TrustedTokens(NamedTuple):
     """int64, 0-d: the number of trusted tokens."""
 
     def only(self, tokens: Tensor) -> TrustedTokens:
-        """Returns the trusted tokens that are among ``tokens``, bool of the shape of ``mask``. The count is then the
-        number on this rank only.
+        """Returns the trusted tokens that are among ``tokens``, bool of the shape of ``mask``. The count of the result
+        is the number on this rank only.
         """
         left = self.mask & tokens
         return TrustedTokens(left, self.weight * left, left.sum())
@@ -153,7 +153,7 @@ def trusted_tokens(
     Returns:
         :class:`TrustedTokens`. With the first six rules, the weight of a kept token is the ratio that the rule bounds:
         r of the token, or the product or the geometric mean of r over the token's sequence. With all other rules, the
-        weight is 1. A product that is outside of the normal numbers of float32 becomes the nearest of them. A token
+        weight is 1. A product outside of the range of normal float32 numbers becomes the nearest normal number. A token
         whose weight is 0 or infinite is not kept: only a token that has probability 0 in one of the policies, or a
         ``high`` of 0, can lead to such a weight.
 
@@ -204,7 +204,8 @@ def trusted_tokens(
         kept = (kept | (present & (of_each >= 0))) & ~of_each.isnan()
     weight = kept.float()
     if row.is_ratio:
-        # Only a ratio of probabilities that are 0 may become 0 or infinite, not one that float32 has no number for.
+        # A ratio may be 0 or infinite only if a probability is 0. Other ratios are clamped to the normal numbers of
+        # float32.
         ratio, of_float32 = measure.exp(), torch.finfo(torch.float32)
         ratio = torch.where(measure.isfinite(), ratio.clamp(of_float32.tiny, of_float32.max), ratio)
         weight = torch.where(kept, ratio.clamp(low, high), 0.0).float()

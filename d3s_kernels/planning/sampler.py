@@ -40,8 +40,8 @@ class PlanSampler(Sampler[int]):
         plan: a plan with at least one phase.
         epochs: the number of epochs of a phase, at least 1: either one number for all phases, or one for each phase.
         seed: any whole number.
-        repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout.
-            TRL's RepeatSampler repeats queries in the same way.
+        repeat: whether to serve each query ``group_size`` times before the next query, for trainers that take one row
+            per rollout. TRL's RepeatSampler repeats queries in the same way.
         batch_size: the number of rows in a batch of the loader. With ``repeat``, it must be a multiple of each phase's
             group size.
 
@@ -83,7 +83,7 @@ class PlanSampler(Sampler[int]):
             raise ValueError(f"epochs: got {len(epochs)} numbers; takes one, or one for each of the {phases} phases")
         self.plan, self.seed, self.repeat = plan, whole_number("seed", seed), repeat
         self.epochs = tuple(whole_number("epochs", number, at_least=1) for number in epochs)
-        self._repeats = plan.phase_sizes if repeat else (1,) * phases  # how often a query is served in a row
+        self._repeats = plan.phase_sizes if repeat else (1,) * phases  # how often a query is served before the next
         if batch_size is None:
             batch_size = 1  # a batch of one row never mixes phases
         else:

@@ -1,4 +1,4 @@
-"""Divides the rows of a batch into micro-batches of equal work, so that little of what is computed is padding."""
+"""Divides the rows of a batch into micro-batches of equal work, so that little padding is computed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class MicroBatch(NamedTuple):
     """Rows that are forwarded together, and the columns that they need."""
 
     rows: Tensor
-    """int64 ``[n]``, on the device of the lengths: indices of this process's rows, those of most work first."""
+    """int64 ``[n]``, on the device of the lengths: indices of this process's rows, the rows with the most work
+    first.
+    """
     width: int
     """The number of columns: the largest of these rows' lengths, rounded up."""
     prompt_width: int
-    """The number of columns for prompts, likewise; 0 without lengths of prompts."""
+    """The number of columns for prompts, computed in the same way; 0 without lengths of prompts."""
 
     @property
     def positions(self) -> int:
@@ -43,29 +45,30 @@ def micro_batches(
     multiple_of: int = 1,
     process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> list[MicroBatch]:
-    """Divides rows into micro-batches of equal work, so that little of what is computed is padding.
+    """Divides rows into micro-batches of equal work, so that little padding is computed.
 
     A forward of n rows computes ``n * width`` positions, where the width is the length of the longest row. So rows are
     ordered by length, and divided into consecutive parts, such that the largest part has as few positions as possible.
-    To find them, a bound on the positions of a part is bisected: each part takes as many rows as the bound allows, and
-    the result has the smallest bound for which ``number`` parts are enough.
+    To find these parts, a bound on the positions of a part is bisected: each part takes as many rows as the bound
+    allows, and the result has the smallest bound for which ``number`` parts are enough.
 
     Parts of long rows have few rows, and parts of short rows have many. So if your loss is a mean over the rows of a
-    micro-batch, weight it by the number of its rows. Positions are counted, not time: attention grows with the square
-    of a row's length.
+    micro-batch, weight it by the number of its rows. Work is counted in positions, not in time, although the time of
+    attention grows with the square of a row's length.
 
     Args:
         lengths: integers ``[rows]``, of at least 0: the number of columns that each row needs. If prompts are padded
             on the left and completions on the right, these are the lengths of the completions.
         number: the number of micro-batches. None: as few as ``max_positions`` allows.
-        max_positions: the largest number of positions of a micro-batch, in place of ``number``.
+        max_positions: the largest number of positions of a micro-batch, instead of ``number``.
         prompt_lengths: integers ``[rows]``, the lengths of prompts that are padded on the left. A micro-batch then has
             ``prompt_width + width`` columns. Rows are ordered by completion or by total length, whichever has the
             smaller bound.
         multiple_of: both widths are rounded up to a multiple of this number.
-        process_group: divide the rows of all ranks, each rank its own. Every rank has to call with the same number of
-            rows, and gets the same number of micro-batches. The k-th micro-batch has as many rows on every rank, and
-            about as many positions, so that ranks that wait for each other wait little. There are two collectives.
+        process_group: the ranks, if each rank divides its own rows. Every rank has to call with the same number of
+            rows, and gets the same number of micro-batches. The k-th micro-batch has the same number of rows on every
+            rank, and about the same number of positions, so that ranks do not wait long for each other. There are two
+            collectives.
 
     Returns:
         The micro-batches, the longest rows first. Every micro-batch has at least one row. The same lengths always give
@@ -146,7 +149,8 @@ def _of_all_ranks(own: Tensor, process_group: ProcessGroup | DeviceMesh | None) 
 
 class _Order:
     """Each rank's rows, in the descending order of a key, and the ways to divide them into consecutive parts. All ranks
-    divide at the same places. So the k-th row counts as long as the longest k-th row of any rank.
+    divide at the same places. So the k-th row of every rank counts with the length of the longest k-th row of all
+    ranks.
     """
 
     def __init__(self, lengths: Tensor, key: Tensor) -> None:
@@ -157,7 +161,9 @@ class _Order:
         self._prompts: list[int] = widest[1] if len(widest) > 1 else [0] * len(widest[0])
 
     def ends(self, bound: int) -> list[int]:
-        """Returns where each part ends if it takes as many rows as the bound on its positions allows; at least one."""
+        """Returns where each part ends if it takes as many rows as the bound on its positions allows, but at least one
+        row.
+        """
         ends, begin, width, prompt = [], 0, 0, 0
         for place, (own_width, own_prompt) in enumerate(zip(self._widths, self._prompts, strict=True)):
             width, prompt = max(width, own_width), max(prompt, own_prompt)

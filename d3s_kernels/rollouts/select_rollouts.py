@@ -48,8 +48,8 @@ def group_advantages(
 
     Across ranks, rewards are gathered once. Nothing is sent if each group is whole on one rank and ``scale`` is not
     "batch". Rewards that are sent must have the same dtype on all ranks, after the conversion of integers. If dtypes
-    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host cannot see this, so all advantages are
-    NaN instead.
+    differ, all ranks raise an error. On a GPU with ``max_rollouts``, the host cannot see whether dtypes differ, so all
+    advantages are NaN instead.
 
     Args:
         rewards: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
@@ -73,8 +73,8 @@ def group_advantages(
             ranks; a group may lie on several ranks.
         max_rollouts: only with a process group. The caller's upper bound on the number of rollouts of any rank; it must
             be the same on all ranks. With this bound, there is one collective and no host sync; each rank sends
-            ``8 + 8 max_rollouts`` bytes (in selections ``8 + 4 max_rollouts``). Without the bound, the ranks first
-            gather their numbers of rollouts, which causes a host sync.
+            ``8 + 8 max_rollouts`` bytes, or ``8 + 4 max_rollouts`` bytes in selections. Without the bound, the ranks
+            first gather their numbers of rollouts, which causes a host sync.
 
     Returns:
         float32, the shape of ``rewards``.
@@ -156,7 +156,7 @@ def variance_mass(
     differ by at most 1e-5 of the larger one; the share counts as reached if no more than 1e-5 of it is missing.
 
     A group without spread (:func:`groups_without_spread`) has the variance 0 and is never marked. So a share of 1 marks
-    exactly the groups with spread, and nothing is marked if no group has one. Rewards that are not finite are left out.
+    exactly the groups with spread. If no group has spread, nothing is marked. Rewards that are not finite are left out.
     Variances are computed in float64.
 
     Across ranks, one number is gathered for each group; rewards are gathered only if a group lies on several ranks.
@@ -292,10 +292,10 @@ def select_rollouts(
     ``equal_rows=True``, or move kept rows with :func:`d3s_kernels.distributed.plan_rows`.
 
     With ``equal_rows``, each rank keeps some of its lowest and some of its highest values. All ranks together decide
-    how many of each a rank keeps. Finding the best choice is as hard as the partition problem, so the choice made here
-    is only nearly the best: its sum of squared deviations is at most ``d^2 / (4 k)`` below the largest possible sum.
-    Here k is the number of values kept on all ranks, and d is the difference of two values of one rank: see
-    ``d3s_kernels/_rules/equal_rows.py``. No more data is sent than without ``equal_rows``.
+    how many lowest and how many highest values a rank keeps. Finding the best choice is as hard as the partition
+    problem, so the choice made here is only nearly the best: its sum of squared deviations is at most ``d^2 / (4 k)``
+    below the largest possible sum. Here k is the number of values kept on all ranks, and d is the difference of two
+    values of one rank: see ``d3s_kernels/_rules/equal_rows.py``. No more data is sent than without ``equal_rows``.
 
     Args:
         advantages: ``[..., n]``, each row is a group; or ``[N]`` with ``offsets``. float32, bfloat16, float16, bool or

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     if options.json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return 0
-    heads = ["of TRL's", "step", "update", *PARTS, "padding", "largest micro-batch"]  # a word a line
+    heads = ["of TRL's", "step", "update", *PARTS, "padding", "largest micro-batch"]  # one word per line
     table = [*zip_longest(*(head.split()[::-1] for head in heads), fillvalue="")][::-1]
     for choice, row in found["choices"].items():
         times = [f"{row[name]:.3f}x" for name in ("step", "update")]

@@ -4,9 +4,11 @@ choices of D3S.
 TRL's LM head computes four products for a labelled token: in the forward the logits; in the backward the logits again,
 and the gradients of the hidden state and of the weight. Our head computes ``1 + 3 r`` products, where ``r`` is the
 share of the tokens that are kept. If the kept tokens are known before the update (``entropy_from="rollout"``), our head
-computes ``4 r`` products, and the body computes only rows with a kept token, up to the last column with a kept token.
+computes ``4 r`` products, and the body computes only the rows with a kept token, and only the columns up to the last
+kept token.
 
-TRL's micro-batches have equal numbers of rows, all as wide as the batch. Ours are those of ``order_rows="auto"``.
+TRL's micro-batches have equal numbers of rows, all as wide as the batch. Our micro-batches are as with
+``order_rows="auto"``.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[
     rows, head, total, largest = torch.arange(len(order)), 2 * model.hidden * model.vocabulary, Counter[str](), 0
 
     def add_pass(lengths: Tensor, width: int) -> None:
-        """Adds a pass without gradient over rows of a batch of this width, in as many forwards as TRL's."""
+        """Adds a pass without gradient over rows of a batch of this width, in as many forwards as TRL makes."""
         forwards = [(len(lengths), prompt + width)]
         if choice != TRL and len(lengths) > size:
             parts = micro_batches(prompt + lengths, -(-len(lengths) // size))
@@ -139,7 +141,8 @@ def update(options: Namespace, batch: tuple[Tensor, ...], choice: str) -> tuple[
         needed &= on_policy[rows, :width]
     if tokens == "known":
         needed = select_tokens(entropy[rows, :width], advantages, options.token_share, mask=needed).mask
-    # The columns that each row needs: its prompt, and those up to its last token. Without a token, a row needs none.
+    # A row needs the columns of its prompt, and the columns up to its last needed token. A row without a needed token
+    # needs no columns.
     columns = (needed * torch.arange(prompt + 1, prompt + width + 1)).amax(dim=1)
     places = order[rows].argsort().chunk(len(order) // size)
     if choice != TRL and tokens != "in update":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 DENSE = {"gemma", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"}
 NORM_AT_END = {"gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"}  # the MLP's last product goes through a norm
 EXPERTS = {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
-# Without a head_dim in its config, a model of these types does not have hidden size / heads as its head_dim.
+# If the config of such a model has no head_dim, the model's head_dim is not hidden size / heads.
 OWN_HEAD_DIM = {"gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "qwen3"}
 NUMBERS = {  # values of a config of Llama's or Mixtral's type, each with its option on the command line
     "num_hidden_layers": "--layers", "hidden_size": "--hidden", "intermediate_size": "--intermediate",
@@ -38,7 +38,7 @@ class Model(NamedTuple):
         """Returns the operations of the body's forward, of its recomputation, and of its backward.
 
         A forward of L columns has ``2 rows L (linear + 2 attention L)`` operations, since attention counts as full
-        squares. A backward has twice as many, but leaves out the gradients of the weights if the weights are
+        squares. A backward has twice as many operations, but leaves out the gradients of the weights if the weights are
         ``frozen``. The recomputation of a layer stops at the last tensor that the layer's backward reads (torch's
         ``early_stop``). If a layer ends with a product, that tensor is the input of the product.
         """

@@ -118,7 +118,8 @@ def check_options(options: Any, section: str = "") -> None:
                 )
 
 
-# For a rule, the options that it leaves no choice: the scores of "random" are random numbers, never 0.
+# For each rule, the options that must have one fixed value. For example, the scores of "random" are random numbers
+# above 0, so "drop_zeros" must be False.
 _TAKEN: dict[str, dict[str, Any]] = {
     "entropy_quantile": {"token_scope": "batch", "drop_zeros": False}, "random": {"drop_zeros": False},
     "prefix": {"token_scope": "batch", "loss_denominator": "all"},
@@ -207,9 +208,9 @@ class SelectionOptions:
     """The options that determine which rollouts and tokens are kept. A trainer's options inherit from this class, so
     that names and defaults are the same everywhere.
 
-    ``docs/selection.md`` lists the options in a table; each field's ``metadata["help"]`` explains the option. An option
-    whose default depends on other options is None until the object is made, which sets it. So a trainer can tell a
-    value that the user gave from a default.
+    ``docs/selection.md`` lists the options in a table; each field's ``metadata["help"]`` explains the option. If an
+    option's default depends on other options, the field has the default None, and ``__post_init__`` sets the value. So
+    a trainer can distinguish a value that the user gave from a default.
     """
 
     rollouts_start: float = option(

@@ -1,4 +1,4 @@
-"""How many rollouts are kept, so that a trainer can divide them evenly, and which."""
+"""Chooses how many rollouts are kept, so that a trainer can divide them evenly, and which rollouts are kept."""
 
 from __future__ import annotations
 

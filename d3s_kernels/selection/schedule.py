@@ -16,12 +16,13 @@ class Budget(NamedTuple):
 
 
 def progress_of(step: int, total_steps: int) -> float:
-    """Returns the share of training that is done when a step begins: 0 in the first step, and 1 in the last, so that it
-    has the schedule's end. All our trainers use this.
+    """Returns the share of training that is done when a step begins: 0 in the first step, and 1 in the last step, so
+    that the last step has the schedule's end. All our trainers use this.
 
     Args:
         step: the number of steps before this one. From ``total_steps`` on, training is done.
-        total_steps: the number of steps of the run. 1 step, or a number below 1 (which is not known yet), is a start.
+        total_steps: the number of steps of the run. If it is 1, or below 1 because it is not known yet, the result is
+            0.
 
     Example:
         >>> import d3s_kernels as d3s
@@ -35,8 +36,8 @@ class DownSamplingSchedule:
     """A function from the progress of training to the budget, which changes from ``start`` to ``end``.
 
     ``linear`` is the paper's shape (arXiv 2509.22115): ``(1 - p) start + p end`` at progress p. The defaults of
-    ``start`` and ``end`` are from the paper. ``cosine`` starts and ends slowly; ``exponential`` grows by equal factors
-    over equal steps of p. The number of rollouts is rounded to the nearest integer, half up.
+    ``start`` and ``end`` are from the paper. ``cosine`` changes slowly at the start and at the end; ``exponential``
+    grows by equal factors over equal steps of p. The number of rollouts is rounded to the nearest integer, half up.
 
     Args:
         start: the budget at progress 0; rollouts at least 1, token_ratio in (0, 1].

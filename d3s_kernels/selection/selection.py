@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 
 class Selection:
-    """Makes D3S's two choices: which rollouts to keep, and which of their tokens. Both depend on the options and the
-    progress of training.
+    """Makes D3S's two choices: which rollouts to keep, and which tokens of these rollouts. Both choices depend on the
+    options and the progress of training.
 
     Args:
         options: a :class:`SelectionOptions`, or a trainer's options that inherit it.
@@ -172,7 +172,8 @@ class Selection:
                 without such a token (for example, a truncated rollout) teaches nothing, so its advantage is replaced:
                 with the rule "highest" by a value below all other advantages, with all other rules by 0.
             rewards: the shape of ``advantages``; required by the option ``group_variance_mass``, else not read. The
-                variances of advantages would not do: after the division by the deviation, all groups vary alike.
+                variances of advantages are not used: after the division by the standard deviation, all groups have the
+                same variance.
             multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of ``multiple_of``. If too
                 few rollouts have a finite advantage, it is rounded down.
             ranks: the number of ranks, if each rank has an equal part of the rollouts and must keep the same number of
@@ -244,8 +245,8 @@ class Selection:
         at_least: int,
         process_group: ProcessGroup | DeviceMesh | None,
     ) -> Tensor:
-        """Returns the indices of the rows of ``advantages`` that ``group_variance_mass`` leaves: of groups or, with
-        labels, of rollouts.
+        """Returns the indices of the groups that ``group_variance_mass`` leaves or, with labels, the indices of their
+        rollouts.
         """
         share = self.options.group_variance_mass
         assert share is not None
@@ -353,10 +354,11 @@ class Selection:
         groups: Iterable[Hashable] | Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> Tensor:
-        """Returns the tokens that may be chosen: all of the mask or, with the option ``drop_shared_tokens``, all but
-        :func:`d3s_kernels.shared_tokens`, whose arguments these are. Call this with all rollouts of each group, before
-        rollouts are dropped. Pass the kept rollouts' rows of the result as the ``mask`` of :meth:`tokens`; or, with an
-        ``off_policy_rule``, ``trusted.only(rows)``, where ``trusted`` is the result of :meth:`trusted` for all tokens.
+        """Returns the tokens that may be chosen: all tokens of the mask or, with the option ``drop_shared_tokens``, all
+        except the tokens that :func:`d3s_kernels.shared_tokens` marks. The arguments are as in that function. Call this
+        with all rollouts of each group, before rollouts are dropped. Pass the kept rollouts' rows of the result as the
+        ``mask`` of :meth:`tokens`; or, with an ``off_policy_rule``, ``trusted.only(rows)``, where ``trusted`` is the
+        result of :meth:`trusted` for all tokens.
         """
         present = as_bool("mask", mask)
         if not self.options.drop_shared_tokens:
@@ -379,8 +381,9 @@ class Selection:
         process_group: ProcessGroup | DeviceMesh | None = None,
         placement: Placement = "whole",
     ) -> Prefixes:
-        """Cuts sequences at random, by :func:`d3s_kernels.random_prefixes`, whose arguments these are. With another
-        ``token_rule`` than "prefix" and "prefix_advantage_entropy", nothing is cut.
+        """Cuts sequences at random, by :func:`d3s_kernels.random_prefixes`, if ``token_rule`` is "prefix" or
+        "prefix_advantage_entropy". With any other rule, nothing is cut. The arguments are as in
+        :func:`d3s_kernels.random_prefixes`.
 
         Call this before the forward, and pass the ``mask`` of the result to the LM head; columns after the last token
         of the mask need no forward. Pass the whole result to :meth:`tokens`, and multiply each token's loss by the

@@ -27,15 +27,16 @@ def sampling_mask_from_logits(
     order: str = "transformers",
     max_kept: int = 4096,
 ) -> SamplingMask:
-    """Returns the sampling mask of the tokens that top-k, top-p and min-p keep.
+    """Returns the sampling mask of the ids that top-k, top-p and min-p keep.
 
-    Pass only the logits that are sampled from. A trainer's recomputed logits differ from them, and give other sets.
+    Pass only the logits that are sampled from. Logits that a trainer recomputes differ from these logits, and give
+    other supports.
 
-    Top-k also keeps tokens that tie with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p``
-    of the probability is left. It keeps at least one token; of equally likely tokens, lower ids come first. Min-p keeps
-    tokens whose probability is at least ``min_p`` times the largest probability. Each rule is applied to the tokens
-    that the previous rules have kept. The result is the same in every run. Half-precision logits often tie, and
-    transformers' warpers break ties differently. So sample only from the tokens of this mask.
+    Top-k also keeps ids whose logits tie with the k-th logit. Top-p keeps the most likely ids until at most
+    ``1 - top_p`` of the probability is left. It keeps at least one id; of equally likely ids, the lower ids come first.
+    Min-p keeps ids whose probability is at least ``min_p`` times the largest probability. Each rule is applied to the
+    ids that the previous rules have kept. The result is the same in every run. Half-precision logits often tie, and
+    transformers' warpers break ties differently. So sample only from the ids of this mask.
 
     Args:
         logits: ``[..., V]``, a float dtype; the leading dimensions, flattened, are the rows.
@@ -44,13 +45,13 @@ def sampling_mask_from_logits(
         min_p: in [0, 1]; None keeps all.
         temperature: in [1e-15, 1e15]; the logits are divided by it first.
         order: the order of the rules. "transformers" is top-k, top-p, min-p; "vllm" is min-p, top-k, top-p.
-        max_kept: the maximum number of tokens that a row may keep. On a CPU, a row that keeps more is an error. On a
-            GPU there is no host sync: memory is allocated for ``max_kept`` ids of each row, and a row that keeps more
-            has NaN results.
+        max_kept: the maximum number of ids that a row may keep. On a CPU, a row that keeps more is an error. On a GPU
+            there is no host sync: memory is allocated for ``max_kept`` ids of each row, and a row that keeps more has
+            NaN results.
 
     Raises:
-        ValueError, TypeError: an argument out of its range; a row that keeps more than ``max_kept`` tokens; a row with
-            NaN or ``+inf``, or without a finite logit. On a GPU, such a row raises no error, but its results are NaN.
+        ValueError, TypeError: an argument out of its range; a row that keeps more than ``max_kept`` ids; a row with NaN
+            or ``+inf``, or without a finite logit. On a GPU, such a row raises no error, but its results are NaN.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -104,7 +105,7 @@ def _top_k(scores: Tensor, top_k: int) -> Tensor:
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
     down = scores.sort(dim=1, descending=True, stable=True)
-    # `left`: for each token in this order, the probability of the token and all tokens after it.
+    # `left`: for each id in this order, the probability of the id and all ids after it.
     shares = (down.values.double().softmax(1) * _UNIT).round().long()
     left = shares.flip(1).cumsum(1).flip(1)
     kept = left.float() > left[:, :1].float() * (1 - top_p)
@@ -135,7 +136,7 @@ def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
         row = int(many.nonzero()[0])
         raise ValueError(f"max_kept: got {max_kept}; takes at least what row {row} keeps, {int(lengths[row])}")
     bad = bad | many
-    # A bad row keeps one token. The id of this token becomes -1 below.
+    # A bad row keeps one id, which becomes -1 below.
     kept = torch.where(bad.unsqueeze(1), torch.arange(kept.shape[1], device=kept.device) == 0, kept)
     room = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])
     places, _ = ops.compact(kept, room)

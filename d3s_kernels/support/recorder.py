@@ -1,4 +1,4 @@
-"""While transformers generates, records the set of tokens from which each token is drawn. For TRL and your own loop.
+"""While transformers generates, records the set of ids from which each token is drawn. For TRL and your own loop.
 
 transformers runs its own top-k, top-p and min-p after all processors that are passed to ``generate``. So the recorder
 is added to the list that ``_get_logits_processor`` returns: at the end of this list, the recorder sees the scores that
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NO_TOKEN = -1  # pads the sets
-# Processors that only drop tokens and do not change the other scores: the support records their whole effect.
+# Processors that only drop ids and do not change the other scores: the support records their whole effect.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
@@ -28,11 +28,11 @@ class Recorded(NamedTuple):
     """The record of a batch of completions. Each completion is padded on the right."""
 
     sets: Tensor
-    """int32 ``[rows, tokens, width]``: the tokens that could be drawn, padded with -1."""
+    """int32 ``[rows, tokens, width]``: the ids that could be drawn, padded with -1."""
     logprob: Tensor
     """float32 ``[rows, tokens]``: the log-probability of the drawn token among the tokens of its set."""
     log_mass: Tensor
-    """float32 ``[rows, tokens]``: the log-probability of the whole set, before the other tokens were dropped."""
+    """float32 ``[rows, tokens]``: the log-probability of the whole set, before the other ids were dropped."""
 
     def in_columns(self, columns: int) -> Recorded:
         """Returns the same record with completions padded to ``columns`` tokens."""
@@ -110,7 +110,7 @@ class Recorder:
         """Returns the record of these completions. Each completion ends with its first end-of-sequence token.
 
         Raises:
-            ValueError: a token was drawn from more than ``max_kept`` tokens.
+            ValueError: a token was drawn from more than ``max_kept`` ids.
             RuntimeError: the completions do not match the recorded steps.
         """
         lengths = [len(tokens) for tokens in completions]
@@ -152,11 +152,11 @@ def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
 
     Args:
         model: a transformers model. Call its ``generate`` once in the block, with sampling.
-        max_kept: the maximum number of tokens in a set; :meth:`Recorder.recorded` refuses larger sets.
+        max_kept: the maximum number of ids in a set; :meth:`Recorder.recorded` refuses larger sets.
 
     Raises:
         ValueError: raised by ``generate`` if a processor changes scores in another way than by a temperature or by
-            dropping tokens.
+            dropping ids.
 
     Example:
         >>> import torch, d3s_kernels as d3s

@@ -1,5 +1,5 @@
-"""Sampling masks. For each row, a sampling mask holds the tokens that the sampler could have drawn after top-k, top-p
-or min-p.
+"""Sampling masks. For each row, a sampling mask holds the ids that the sampler could have drawn after top-k, top-p or
+min-p.
 
 ``from_logits.py`` makes sampling masks from logits.
 """
@@ -32,7 +32,7 @@ _MOST = 2**31 - 1  # the highest possible id
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class SamplingMask:
-    """A list of token ids for each row, its support: the ids of the vocabulary from which the row's token was sampled.
+    """The support of each row: a list of the ids of the vocabulary from which the row's token was sampled.
 
     The ids of all rows are concatenated: the support of row ``i`` is ``token_ids[offsets[i]:offsets[i + 1]]``, in any
     order, with each id once. Ids after ``offsets[-1]`` are padding and belong to no row. Such padding makes it possible

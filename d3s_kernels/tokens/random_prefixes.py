@@ -49,13 +49,13 @@ def random_prefixes(
     Multiply each token's loss by its weight, the inverse of this probability, and divide the sum by a number that does
     not depend on the cuts, such as the number of all tokens. The mean of the gradient over all cuts is then the
     gradient of the loss over all tokens (Horvitz and Thompson). This holds only if a token's loss depends on the
-    log-probability of this token alone: not for a ratio of a whole sequence.
+    log-probability of this token alone. It does not hold for a ratio of a whole sequence.
 
     Args:
-        mask: bool, or integer (0 means False): ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. The
-            tokens of a sequence are those where the mask is True.
+        mask: bool, or integer (0 means False): ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. A
+            sequence has only the tokens where the mask is True.
         ratio: in [0.5, 1]: the expected share of the tokens before the cuts; a number, or a 0-d float64 or float32
-            tensor, which is read on the device (with a value outside, nothing is kept).
+            tensor, which is read on the device. If the value of a tensor is outside [0.5, 1], nothing is kept.
         draws: float ``[sequences]``, in [0, 1): a random number for each sequence, which determines its cut. Pass it if
             sequences may come in another order, or on another number of ranks.
         generator: without ``draws``, the generator to draw with, on the device of ``mask``, or None for torch's default
@@ -66,8 +66,8 @@ def random_prefixes(
 
     Across ranks:
         process_group, placement: as in :func:`d3s_kernels.topk_mask`. If every rank's generator has the same state, the
-            cuts are those that one process would draw for the sequences of all ranks, in rank order. If a sequence lies
-            on several ranks, all ranks use the random numbers of the first rank.
+            cuts are the same as if one process drew them for the sequences of all ranks, in rank order. If a sequence
+            lies on several ranks, all ranks use the random numbers of the first rank.
 
     Returns:
         :class:`Prefixes`. Its ``count`` is over all ranks.

@@ -133,7 +133,7 @@ def select_tokens(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """Keeps the share ``ratio`` of the tokens, those with the largest scores; the default score is
+    """Keeps the tokens with the largest scores: the share ``ratio`` of all tokens. The default score is
     ``|advantage| * entropy`` (D3S).
 
     ========================== ================================= ==================================================
@@ -151,7 +151,8 @@ def select_tokens(
     Scores are computed in float32 during the selection and never stored. ``scope="batch"`` pools all tokens, as D3S's
     formula does. With an outcome reward, ``|A|`` is constant within a sequence, so that with scope "sequence" only the
     entropy would decide. Counts, ties and NaN are as in :func:`topk_mask`. With the rule "advantage", nearly all scores
-    tie, so mostly the index decides: of equal scores, the first in the batch are kept. The result has no gradient.
+    tie. Then the index decides: of equal scores, the scores that come first in the batch are kept. The result has no
+    gradient.
 
     "entropy_quantile" keeps exactly the same tokens as TRL on one process: every token whose entropy is at least
     ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy", since "entropy_quantile" keeps more than
@@ -162,7 +163,7 @@ def select_tokens(
     The last two rules cut each sequence with :func:`d3s_kernels.random_prefixes`. "prefix" keeps all tokens before the
     cut, on average the share ``ratio``, which is at least 0.5. "prefix_advantage_entropy" cuts with the ratio 0.5, and
     keeps the share ``ratio`` of the tokens before the cuts. Multiply each token's loss by the result's ``weight``. If
-    sequences are cut before the forward, what comes after a cut need not be forwarded: then pass the cuts as ``mask``.
+    sequences are cut before the forward, the tokens after a cut need not be forwarded: then pass the cuts as ``mask``.
 
     Args:
         entropy: ``[..., T]``, each row is a sequence; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.

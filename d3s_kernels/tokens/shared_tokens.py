@@ -23,18 +23,19 @@ def shared_tokens(
     offsets: Tensor | None = None,
 ) -> Tensor:
     """Marks the tokens that a response with a negative advantage shares with a right response of its group (GTPO, in
-    TRL's issue 5226). Leave them out of the loss, so that it does not push down what right responses say too.
+    TRL's issue 5226). Leave these tokens out of the loss, so that the loss does not make tokens of right responses less
+    likely.
 
-    A response is right if its advantage is above 0. Two responses share the longest sequence of tokens that both begin
-    with and, of the rest of the shorter one, the longest sequence that both end with. So no token is counted twice. In
-    a response with a negative advantage, the longest beginning and the longest end that it shares with any right
-    response of its group are marked. A response that equals a right one is marked as a whole; other responses have no
-    marked tokens. Only the tokens of ``mask`` count: the others are skipped as if they were not there, so the tokens of
-    a tool neither end a common sequence nor are marked.
+    A response is right if its advantage is above 0. Two responses share the longest sequence of tokens with which both
+    begin. They also share the longest sequence with which both end, but no token of the shorter response is counted
+    twice. In a response with a negative advantage, the longest beginning and the longest end that it shares with any
+    right response of its group are marked. A response that equals a right one is marked as a whole; other responses
+    have no marked tokens. Only the tokens of ``mask`` count: all other tokens are skipped. So the tokens of a tool
+    neither end a common sequence nor are marked.
 
     Compute it from whole groups, before rollouts are dropped, and pass ``mask & ~shared`` to a choice of tokens. All
-    responses are compared with one response of their group at a time, so the memory is a few times that of the padded
-    ``token_ids``.
+    responses are compared with one response of their group at a time, so this takes a few times the memory of the
+    padded ``token_ids``.
 
     Args:
         token_ids: integers ``[B, T]``, each row is a response; or ``[N]`` with ``offsets``.
@@ -73,7 +74,7 @@ def shared_tokens(
     sequences = segments_of(token_ids, offsets)
     mates = _mates(advantages, groups, sequences.number)
 
-    place = sequences.count_before(present)  # of a token that is present
+    place = sequences.count_before(present)  # a present token's index in its sequence
     lengths = sequences.total(present)
     most = int(lengths.max()) if offsets is not None and len(lengths) else token_ids.shape[-1]
     if most == 0 or mates.shape[1] == 0:

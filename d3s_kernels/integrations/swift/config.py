@@ -23,7 +23,7 @@ LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # supported losse
 class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift has no types
     """ms-swift's ``GRPOConfig`` with the options of D3S (arXiv 2509.22115), which are read from ``model_kwargs``."""
 
-    model_kwargs: dict[str, Any] | None = None  # ms-swift passes its own option of this name
+    model_kwargs: dict[str, Any] | None = None  # ms-swift passes the value of its own option of this name
     top_entropy_quantile: float = 1.0  # ms-swift has this option too, with the same default
 
     def __post_init__(self) -> None:

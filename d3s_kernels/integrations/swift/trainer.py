@@ -37,13 +37,14 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     number of kept rollouts. Dropped rollouts are not encoded, and no forward pass includes them, not even the passes
     for old and reference log-probabilities.
 
-    Tokens are ranked with entropies from ms-swift's pass that computes the old log-probabilities, and exactly the
+    Tokens are ranked with entropies, which come from ms-swift's pass for the old log-probabilities. Exactly the
     budget's share of all processes' tokens is kept. The loss, including KL, is ms-swift's own, and covers all valid
     tokens of the kept rollouts. But gradient flows only through the kept tokens.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
-        ValueError: D3S does not support a setting, and the configuration alone does not show this.
+        ValueError: the run has something that D3S does not support and that the configuration does not show, such as a
+            teacher model.
         RuntimeError: in the first step, if the loss does not request the scores of the tokens exactly once.
     """
 
@@ -93,7 +94,8 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         counts = [[length(sample), self.overlong_filter and sample.is_truncated] for sample in samples]
         lengths, left_out = accelerator.gather(torch.tensor(counts, device=accelerator.device)).unbind(dim=1)
         equal = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
-        # ms-swift's advantages of equal rewards are rounding errors. A rollout without any reward counts as one of 0.
+        # If the rewards of a group are equal, ms-swift's advantages are only rounding errors. A rollout without any
+        # reward has the reward 0 in ms-swift, so the advantages of its group stay.
         unscored = self._rewards_per_func.isnan().all(dim=1).view(-1, n).any(dim=1)
         self._advantages = self._advantages.view(-1, n).masked_fill((equal & ~unscored).unsqueeze(1), 0.0).flatten()
         advantages = self._advantages.view(-1, n)
@@ -105,7 +107,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         self._log(rollout_metrics(kept.flatten(), lengths, equal, kept.any(dim=1), self._budget().rollouts / n))
         anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
         self._kept_advantages = anew[kept]
-        if self._selection.cuts:  # ms-swift spreads kept rollouts over the processes in the same way
+        if self._selection.cuts:  # the numbers go to the processes in the same way as the kept rollouts
             draws = accelerator.gather(self._draws_of_rollouts(advantages.flatten()[: len(samples)]))
             self._draws_of_kept = get_even_process_data(self, draws[kept.flatten()])
         here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()
@@ -167,7 +169,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         entropy = together([part.d3s_entropy for part in parts]).masked_fill(~mask, 0.0)
         log_p = log_q = None
         if ruled := self.args.off_policy_rule != "none":
-            sampled = [part.rollout_per_token_logps for part in parts]  # None if a rollout of the part has none
+            sampled = [part.rollout_per_token_logps for part in parts]  # None if any rollout of the part has no values
             if not any(gather_object([logps is not None for logps in sampled])):
                 raise ValueError(
                     f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "

@@ -31,7 +31,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the asynchronous trainer when it is first used: it is experimental in TRL, and not in every version."""
+    """Imports the asynchronous trainer only when it is first used: it is experimental in TRL, and some versions of TRL
+    do not have it.
+    """
     modules = {"D3SAsyncGRPOConfig": "async_config", "D3SAsyncGRPOTrainer": "async_trainer"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

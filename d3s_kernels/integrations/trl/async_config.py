@@ -48,7 +48,7 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
         check_token_options(self)
         kept = max(rollouts_of(end, self.num_generations) for end in (self.rollouts_start, self.rollouts_end))
         most = self.samples_of_step() * (self.max_staleness + 1) * self.weight_sync_steps // kept
-        fixed_number = self.token_budget is not None and self.token_budget <= 0  # of samples in a micro-batch
+        fixed_number = self.token_budget is not None and self.token_budget <= 0  # of a micro-batch's samples
         if fixed_number and self.window_groups is not None and self.window_groups > max(1, most):
             raise ValueError(
                 f"window_groups: got {self.window_groups}; takes at most {max(1, most)}: up to {kept} rollouts of a "
@@ -61,5 +61,5 @@ class D3SAsyncGRPOConfig(SelectionOptions, HeadOptions, AsyncGRPOConfig):  # typ
         return int(self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size)
 
     def groups_of_window(self, kept: int) -> int:
-        """Returns the number of groups that rollouts are chosen from at a time, if each keeps ``kept`` of them."""
+        """Returns the number of groups of a window if each group keeps ``kept`` rollouts."""
         return self.window_groups or -(-self.samples_of_step() // kept)

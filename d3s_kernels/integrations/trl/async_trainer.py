@@ -1,9 +1,9 @@
-"""``AsyncGRPOTrainer`` with D3S's choice of rollouts between the worker's queue and the batcher, and of tokens in the
-loss.
+"""``AsyncGRPOTrainer`` with D3S's choices: rollouts are chosen between the worker's queue and the batcher, tokens in
+the loss.
 
-TRL still drops stale samples, forms micro-batches, packs prefix trees and computes the loss. Its loss reads scores of
-positions from the model's output, at the positions of its loss terms. This module gives it an output with a score for
-each loss term, through which gradient flows only at the kept ones.
+TRL still drops stale samples, forms micro-batches, packs prefix trees and computes the loss. TRL's loss reads one score
+for each loss term from the model's output. This module replaces the output: the new output has one score for each loss
+term, and gradient flows only through the scores of the kept terms.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ WEIGHT, TOKENS, GROUPS_DONE = "d3s_weight", "d3s_tokens", "d3s_groups_done"  # f
 
 
 class WeightedMask(np.ndarray):
-    """A sample's ``completion_mask``, which TRL hands on as it is, with what our collator reads."""
+    """A sample's ``completion_mask`` with two more attributes, which our collator reads. TRL passes the mask on
+    unchanged.
+    """
 
-    weight: Tensor  # float32, for each token: the factor of its loss; 0 if it is not to be chosen
+    weight: Tensor  # float32, for each token: the factor of its loss; 0: the token must not be chosen
     tokens: int  # the number of tokens in the loss before the sample was cut
 
 
@@ -53,11 +55,11 @@ class Terms:
     """The loss terms of this process's row of a micro-batch, sample after sample."""
 
     def __init__(self, inputs: dict[str, Tensor]) -> None:
-        self.inputs, self._real = inputs, inputs["token_index"] >= 0  # the rest is padding
-        self.positions = inputs["token_index"][self._real]  # those that terms are predicted at
-        self.places = torch.where(self._real, self._real.cumsum(dim=-1) - 1, -1)  # the terms' own places, and padding
+        self.inputs, self._real = inputs, inputs["token_index"] >= 0  # a negative index is padding
+        self.positions = inputs["token_index"][self._real]  # the positions that predict the terms
+        self.places = torch.where(self._real, self._real.cumsum(dim=-1) - 1, -1)  # each term's own index; -1: padding
         _, counts = torch.unique_consecutive(self["segment_id"], return_counts=True)
-        self.offsets = pad(counts.cumsum(dim=0), (1, 0))  # the bounds of samples
+        self.offsets = pad(counts.cumsum(dim=0), (1, 0))  # where the terms of each sample begin, and the end
 
     def __getitem__(self, name: str) -> Tensor:
         return self.inputs[name][self._real]
@@ -73,8 +75,8 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     The loss is TRL's own, and its value covers all terms.
 
     With an ``off_policy_rule``, a term whose probability is too far from the generator's has no gradient. If the rule
-    has weights, they replace TRL's ratio: the gradient is that of ``weight * advantage * logprob``. Where there is no
-    such gradient or such a weight, TRL's metrics see a ratio of 1.
+    has weights, they replace TRL's ratio: the gradient is the gradient of ``weight * advantage * logprob``. In TRL's
+    metrics, a term has the ratio 1 if it has no gradient, or if the rule has weights.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SAsyncGRPOConfig`.
@@ -92,7 +94,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
 
     args: D3SAsyncGRPOConfig
     rollout_queue: Any
-    _groups_done = 0  # how many groups were trained on, or dropped as a whole, when the data were taken
+    _groups_done = 0  # how many groups had been trained on or dropped as a whole when the micro-batch was made
     _losses = 0  # how many of TRL's losses have read our log-probabilities
 
     def __init__(
@@ -123,7 +125,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     def _progress(self) -> float:
         if self._epoch_stop_groups is None:
             return progress_of(self.state.global_step, self.state.max_steps)
-        return min(1.0, self._groups_done / self._epoch_stop_groups)  # then ``max_steps`` is only a ceiling
+        return min(1.0, self._groups_done / self._epoch_stop_groups)  # here ``max_steps`` is only an upper bound
 
     def _count_groups(self) -> int:
         self._groups_done = self._groups_before_resume + len(self._trained_groups)
@@ -144,7 +146,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
                 "finite one for at least one of them"
             )
         advantages[too_long > 0] = torch.nan
-        if not advantages.isfinite().any():  # TRL drops each of these samples too, and trains on what comes next
+        if not advantages.isfinite().any():  # TRL too would drop each of these samples, and train on the next ones
             warnings.warn(f"token_budget: got {most}; a window without a rollout that fits is dropped", stacklevel=2)
             self._trained_groups.update(labels)
             return
@@ -157,7 +159,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         table, places = in_groups(advantages if rewards is None else rewards, labels)
         rows = places // table.shape[1]
         whole = rows.bincount() >= n
-        equal = groups_without_spread(table) & whole  # a part of a group has the advantages of all of it
+        equal = groups_without_spread(table) & whole  # TRL's advantages are over whole groups
         advantages = advantages.masked_fill(equal[rows], 0.0)  # TRL's advantages of equal rewards are rounding errors
         groups_kept = rows[kept].bincount(minlength=len(table)) > 0
         metrics = rollout_metrics(kept, lengths, equal, groups_kept, self._budget().rollouts / n)
@@ -169,7 +171,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
             rollout.kept, rollout.advantage = is_kept, advantage
         if self.args.drop_shared_tokens:
             self._leave_out_shared_tokens(rollouts, advantages)
-        # Epochs and checkpoints have the other groups behind them.
+        # A group without a kept rollout is finished: epochs and checkpoints count it as trained.
         self._trained_groups.update(set(labels) - {rollout.group for rollout in rollouts if rollout.kept})
 
     def _leave_out_shared_tokens(self, rollouts: list[Rollout], advantages: Tensor) -> None:
@@ -186,11 +188,13 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         self._metrics["train"][SHARED_SHARE].append((float((tokens & ~unshared).sum()), float(tokens.sum())))
 
     def _prepared(self, rollout: Rollout, sample: Any) -> Any:
-        """Returns a sample with its rollout's advantage and, with a rule that cuts, up to a random cut."""
+        """Returns the sample with its rollout's advantage. If the token rule cuts sequences, the sample ends at a
+        random cut.
+        """
         sample.advantage = rollout.advantage
         if self._selection.cuts and sample.completion_mask.any():
             mask = torch.from_numpy(np.asarray(sample.completion_mask)).bool().unsqueeze(0)
-            tokens = TrustedTokens(mask, mask.float(), mask.sum())  # off-policy ones are known after the forward
+            tokens = TrustedTokens(mask, mask.float(), mask.sum())  # off-policy tokens are known only after the forward
             cut = self._selection.prefixes(tokens, self._progress, generator=self._draws_of_cuts)
             end = int(cut.mask.nonzero()[-1, 1]) + 1
             weight = cut.weight[0] * getattr(sample.completion_mask, "weight", 1)
@@ -221,7 +225,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
     def _collated(self, collate: Callable[[Any], dict[str, Tensor]], examples: Any) -> dict[str, Tensor]:
         (rows,) = examples  # of the processes
         batch, masks = collate(examples), [[sample["completion_mask"] for sample in row.samples] for row in rows]
-        # TRL's loss terms: of each sample in turn, the tokens of the mask, without a first token.
+        # TRL's loss terms: sample after sample, the tokens that the mask marks, except the first token of the sample.
         weights = [torch.cat([_weight(mask)[1:][mask[1:] > 0] for mask in of_row]) for of_row in masks]
         tokens = sum(getattr(mask, "tokens", mask[1:].sum()) for of_row in masks for mask in of_row)
         batch[WEIGHT] = pad_sequence(weights, batch_first=True)
@@ -242,12 +246,14 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
             return super().compute_loss(model, inputs, *more, **options)
         terms, self._groups_done = Terms(inputs), int(inputs[GROUPS_DONE][0])
         own = {"token_index": terms.places}  # our output has one value for each term
-        if self.args.off_policy_rule != "none":  # a token without a probability is not trusted
+        if self.args.off_policy_rule != "none":  # a token with NaN is not trusted; TRL's loss gets 0 instead of NaN
             own["old_log_probs"] = inputs["old_log_probs"].nan_to_num()
         return super().compute_loss(partial(self._scored, model, terms), inputs | own, *more, **options)
 
     def _scored(self, model: Any, terms: Terms, **call: Any) -> SimpleNamespace:
-        """Stands for the model in TRL's loss. Gradient flows only through the kept terms of its output."""
+        """TRL's loss calls this method instead of the model. Gradient flows only through the kept terms of the
+        output.
+        """
         known, alone = read_head(self.accelerator.unwrap_model(model)), updates_alone(self.accelerator)
         head = OurHead(known, adds_to_gradients=alone, logits_dtype=self.args.logits_dtype)
         with d3s_head(head):
@@ -273,13 +279,13 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         self._count_tokens(totals[[0, 1, 7, 8]].long().tolist())
         if self.args.loss_denominator == "kept":
             factor = (totals[6] / totals[0].clamp(min=1)).float()
-        else:  # TRL divides by the number of terms, which are those before the cuts
+        else:  # TRL divides by the number of terms after the cuts; with this factor, by the number before
             factor = terms.inputs["global_n_tokens"][0] / terms.inputs[TOKENS][0]
         with_gradient = torch.zeros_like(outputs.log_probs, dtype=torch.int32).flatten()
         head.kept.number = HostNumber((with_gradient.index_add(0, terms.positions, kept.int()) > 0).sum())
         if logprob.requires_grad:
             logprob.register_hook(only_through(kept, weight * factor))
-        if rule != "none":  # where TRL's ratio is not to be that to the generator, it is 1, and has the gradient of 1
+        if rule != "none":  # TRL's ratio becomes 1 for terms that are not trusted; for all terms, if weights replace it
             as_one = terms["old_log_probs"].nan_to_num() + torch.where(trusted.mask, logprob - constant, 0.0)
             logprob = torch.where(trusted.mask & (not weighs(rule)), logprob, as_one)
         self._losses += 1
@@ -290,7 +296,9 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
             self._metrics["train"][name].append(number)
 
     def _log(self, metrics: dict[str, Tensor], weights: dict[str, Tensor] | None = None) -> None:
-        """Adds values to TRL's metrics. One with a weight is added as a pair, of which TRL logs the weighted mean."""
+        """Adds values to TRL's metrics. A value with a weight is added as a pair; TRL logs the weighted mean of the
+        pairs.
+        """
         weights = weights or {}
         values = torch.stack([value.double() for value in (*metrics.values(), *weights.values())]).tolist()
         of_name = dict(zip(weights, values[len(metrics) :], strict=True))

@@ -1,6 +1,6 @@
 """The window between the worker's queue and TRL's batcher, from which rollouts are chosen.
 
-A worker puts samples into a queue. A sample is what TRL trains on as one sequence. A rollout is a conversation; it has
+A worker puts samples into a queue. A sample is one sequence that TRL trains on. A rollout is a conversation; it has
 several samples if the tokens of its turns do not make one sequence.
 """
 
@@ -25,15 +25,15 @@ class Rollout:
 
     def __init__(self, sample: Any) -> None:
         self.group: Hashable = sample.group_id
-        self.samples: dict[int, Any] = {}  # each by its place among all samples that came
+        self.samples: dict[int, Any] = {}  # by their numbers, in the order in which all samples came
         self.first = sample
         self.kept, self.advantage = False, float(sample.advantage)
         self._given = self.advantage
 
     def has_part(self, sample: Any) -> bool:
-        """Returns whether ``sample`` is of this conversation too. Only a conversation of several messages has several
-        samples: with its messages, its advantage, and other tokens. Messages alone do not tell, since a parser may
-        leave out in what two conversations differ.
+        """Returns whether ``sample`` belongs to this conversation. Only a conversation of several messages has several
+        samples: their messages and advantages are equal, their tokens differ. Equal messages alone are not enough,
+        since a parser may have removed the difference between two conversations.
         """
         return (
             len(sample.completion) > 1
@@ -45,13 +45,13 @@ class Rollout:
 
 
 class RolloutWindow:
-    """Takes the place of the worker's queue. ``get`` returns the samples of kept rollouts, in the order in which they
-    came.
+    """Replaces the worker's queue. ``get`` returns the samples of kept rollouts, in the order in which they came.
 
-    Rollouts are chosen when as many groups are whole as a window has. A group that is not whole then waits for
-    the next choice, and no longer. Two things end a window early, so that nothing waits for ever: four times as many
-    rollouts as a window has, and no sample for ``patience`` seconds. A sample that comes after its rollout was chosen
-    or dropped shares the fate of its rollout; a rollout that comes after its group waits for the next choice.
+    Rollouts are chosen when the number of whole groups reaches the number of groups of a window. A group that is not
+    whole at this moment takes part in the next choice, whole or not. A window ends early in two cases, so that no
+    rollout waits for ever: there are four times as many rollouts as in a window, or no sample has come for ``patience``
+    seconds. A sample that comes after the choice is kept if its rollout was kept, and dropped if its rollout was
+    dropped. A rollout that comes after the choice from its group waits for the next choice.
 
     Args:
         incoming: the worker's queue.
@@ -59,7 +59,7 @@ class RolloutWindow:
         number_of_groups: returns how many groups a window has now.
         is_stale: whether a sample is too old, by TRL's rule.
         choose: sets ``kept`` and ``advantage`` of rollouts.
-        prepared: returns a sample of a kept rollout as it is trained on.
+        prepared: returns a sample of a kept rollout in the form in which TRL trains on it.
         metrics: the trainer's metrics, by name.
     """
 
@@ -73,9 +73,9 @@ class RolloutWindow:
         self._prepared, self._metrics = prepared, metrics
         self._waiting: dict[Hashable, list[Rollout]] = {}
         self._waited: set[Hashable] = set()  # the groups that were waiting at the last choice
-        self._chosen: dict[Hashable, list[Rollout]] = {}  # the rollouts of the groups that were chosen from last
+        self._chosen: dict[Hashable, list[Rollout]] = {}  # the rollouts of the groups in the latest choices
         self._ready: deque[Any] = deque()
-        self._number, self._last_arrival = 0, time.monotonic()  # of samples that came
+        self._number, self._last_arrival = 0, time.monotonic()  # how many samples have come, and when
 
     def qsize(self) -> int:
         """Returns the number of samples that were not handed on yet."""
@@ -97,7 +97,7 @@ class RolloutWindow:
                 elif time.monotonic() >= end:
                     raise
             else:
-                if not self._ready and time.monotonic() >= end:  # perhaps all that comes is stale
+                if not self._ready and time.monotonic() >= end:  # perhaps all samples that come are stale
                     raise queue.Empty
         return self._ready.popleft()
 
@@ -129,7 +129,9 @@ class RolloutWindow:
         return stale
 
     def _close(self, everything: bool = False) -> None:
-        """Chooses from the groups that are whole or have waited before, or from all groups."""
+        """Chooses from the groups that are whole, have waited before, or were chosen from before. With ``everything``,
+        chooses from all groups.
+        """
         labels = [
             label
             for label, rollouts in self._waiting.items()

@@ -101,9 +101,7 @@ def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
 
 
 def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    """Returns the sizes of all dimensions except the first, the rows. These are each tensor's number of tokens, and the
-    width of the sets.
-    """
+    """Returns each tensor's sizes without the number of rows: the number of tokens and, for the sets, their width."""
     return [size for value in rows.values() for size in value.shape[1:]]
 
 
@@ -124,7 +122,7 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
 
 def concatenated(parts: list[Batch]) -> Batch:
-    """Returns one batch with the rows of several batches that have the same columns, with their images."""
+    """Returns one batch with the rows and images of several batches, which have the same columns."""
     by_rollout = [split_pixel_values_by_grid(part) for part in parts]
 
     def together(values: list[Any]) -> Any:

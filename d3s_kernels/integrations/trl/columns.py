@@ -1,4 +1,6 @@
-"""The columns of a batch that rows need: rows are ordered by their lengths, and each part is cut to its own columns."""
+"""Cuts batches to the columns that their rows need: rows are ordered by length, and each part is cut to its own
+columns.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def what_may_be_cut(config: Any, columns: int) -> MayCut:
 
     A causal model's token does not see what is on its right. A cut on the left shifts all positions by the same amount.
     Some models learn an embedding for each position, scale queries by their position, or attend within fixed chunks of
-    columns. So prompts are cut only for the types of models in ``RELATIVE``. Nothing is cut off if there are as many
-    columns as :func:`limit_of_columns` says, or more.
+    columns. So prompts are cut only for the types of models in ``RELATIVE``. Nothing is cut off if the number of
+    columns reaches :func:`limit_of_columns`.
     """
     limit = limit_of_columns(config)
     if limit is not None and columns >= limit:
@@ -44,9 +46,11 @@ def what_may_be_cut(config: Any, columns: int) -> MayCut:
 
 
 def limit_of_columns(config: Any) -> int | None:
-    """Returns the number of columns from which on the model's rotary embeddings depend on this number, or None."""
+    """Returns a limit, or None. If a forward has at least this number of columns, the model's rotary embeddings may
+    depend on the number of columns.
+    """
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer = [each for each in rotary.values() if isinstance(each, dict)]  # layers of several kinds
+    by_layer = [each for each in rotary.values() if isinstance(each, dict)]  # one for each kind of layer
     for each in by_layer or [rotary]:
         if each.get("rope_type", each.get("type")) in _BY_LENGTH:
             names = "original_max_position_embeddings", "max_position_embeddings"
@@ -64,7 +68,7 @@ def divided_by_work(
     process_group: ProcessGroup | None = None,
 ) -> list[MicroBatch]:
     """Divides rows into micro-batches of equal work. ``lengths`` is from :func:`row_lengths`, or has smaller numbers
-    for rows that need fewer columns. If prompts may not be cut, all rows have their ``prompt`` columns.
+    for rows that need fewer columns. If prompts may not be cut, every row has all ``prompt`` columns.
     """
     prompts = lengths[0] if may_cut.prompts else torch.full_like(lengths[0], prompt)
     return micro_batches(
@@ -73,7 +77,9 @@ def divided_by_work(
 
 
 def last_columns(mask: Tensor) -> Tensor:
-    """Returns int64 ``[rows]``: the number of columns up to the last one that is set in the row; 0 if there is none."""
+    """Returns int64 ``[rows]``: for each row of the mask, the number of columns up to the last set one; 0 if no column
+    is set.
+    """
     return ((mask != 0) * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(dim=1)
 
 
@@ -90,7 +96,7 @@ def trimmed(batch: Batch, multiple: int | None, may_cut: MayCut) -> Batch:
 
 
 def all_trimmed(batches: list[Batch], lengths: list[Tensor], multiple: int | None, may_cut: MayCut) -> list[Batch]:
-    """Trims each batch to its own columns. ``lengths`` is from :func:`row_lengths`. The host waits once."""
+    """Trims each batch to its own columns. ``lengths`` is from :func:`row_lengths`. There is one host sync."""
     if not may_cut.completions:
         return batches
     step, found = multiple or 1, []

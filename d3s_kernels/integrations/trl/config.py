@@ -27,7 +27,7 @@ from .._head_options import HeadOptions
 from .._transformers import check_token_options, imply_from_quantile, imply_keep_all
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they clip as PPO does; each token may have its own clip range
-# Options of transformers' generation that exclude tokens from sampling, each with the values that exclude no token.
+# Options of transformers' generation that exclude ids from sampling, each with the values that exclude no id.
 _CUTS: dict[str, tuple[Any, ...]] = {
     "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),
@@ -51,7 +51,7 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
         ValueError: an option has a bad value; ``top_entropy_quantile`` is combined with another choice of tokens; the
             rule "entropy_quantile" is used with several processes, each of which would use its own quantile; importance
             ratios of entropy groups are used with a loss that does not clip them; ``sampling_mask`` is on, but
-            generation excludes no token, or cannot record which tokens it excluded.
+            generation excludes no id, or the sets of the remaining ids cannot be recorded.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -168,9 +168,7 @@ class D3SConfig(SelectionOptions, HeadOptions, GRPOConfig):  # type: ignore[misc
             self._require_sampled_sets()
 
     def _require_sampled_sets(self) -> None:
-        """Raises a ValueError if generation excludes no token, or if the sets of the remaining tokens cannot be
-        recorded.
-        """
+        """Raises a ValueError if generation excludes no id, or if the sets of the remaining ids cannot be recorded."""
         refused = {
             "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
             "use_transformers_continuous_batching": (

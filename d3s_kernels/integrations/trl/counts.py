@@ -30,9 +30,9 @@ class CountsTokens:
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, left: Tensor, weighted: Tensor,
         measured: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns sums over a micro-batch of all processes, float64 ``[9]``: those of
-        :func:`d3s_kernels.selection.metrics.token_sums`; then the numbers of the tokens that were left to choose from,
-        of those whose loss has a weight above 0, and of the kept ones of these.
+        """Returns sums over a micro-batch of all processes, float64 ``[9]``. The first six sums are from
+        :func:`d3s_kernels.selection.metrics.token_sums`. The others are numbers of tokens: the tokens that were left to
+        choose from; the tokens whose loss has a weight above 0; the kept tokens whose loss has a weight above 0.
         """
         sums = token_sums(kept, mask, entropy, advantages, measured)
         more = torch.stack([part.sum() for part in (left, weighted, kept & weighted)])
@@ -43,7 +43,9 @@ class CountsTokens:
     def _metrics_of(
         totals: Tensor, threshold: Tensor, asked: float, may_be_off_policy: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the metrics that follow from :meth:`_sum_tokens`, and of how many tokens they are means, if any."""
+        """Returns the metrics that follow from :meth:`_sum_tokens`, and a weight for each metric that is a mean: the
+        number of its tokens.
+        """
         metrics, weights = token_metrics(totals[:6], threshold, asked), token_weights(totals[:6], threshold)
         if may_be_off_policy:
             metrics[OFF_POLICY_SHARE], weights[OFF_POLICY_SHARE] = 1 - totals[7] / totals[1], totals[1]
@@ -53,8 +55,8 @@ class CountsTokens:
         """Counts a micro-batch's tokens, over all processes, and logs what was counted.
 
         Args:
-            numbers: the numbers of kept tokens, of all tokens, of those whose loss has a weight above 0, and of the
-                kept ones of these.
+            numbers: the numbers of kept tokens, of all tokens, of tokens whose loss has a weight above 0, and of kept
+                tokens whose loss has a weight above 0.
         """
         metrics = self._metrics["train"]
         # Checkpoints contain this part of the trainer's state. A new run starts at 0.
@@ -81,15 +83,16 @@ class CountsTokens:
 
 
 def means(metrics: dict[str, list[Any]], weights: dict[str, list[Any]]) -> dict[str, float]:
-    """Returns each metric's mean over micro-batches, by ``weights`` if it has any. There is one host sync for all of
-    them. A metric without a known value is left out.
+    """Returns each metric's mean over micro-batches; the mean is weighted if the metric has ``weights``. For
+    ``LARGEST``, returns the maximum instead. There is one host sync for all metrics. A metric without a known value is
+    left out.
     """
     names = list(metrics)
     lists = _on_host([*metrics.values(), *(weights.get(name, []) for name in names)])
     found = {}
     for name, values, own in zip(names, lists, lists[len(names) :], strict=False):
-        # Other code may have changed the list, which is TRL's. Then the weights belong to other values. If all weights
-        # are 0, TRL's own metrics are 0.
+        # The values are in TRL's list, which other code may have changed. If the list has another length than the
+        # weights, the weights are not used. They are not used either if all are 0: TRL's own metrics are 0 then.
         pairs = zip(values, own if len(own) == len(values) and any(own) else [1] * len(values), strict=True)
         # NaN is a mean over nothing. TRL's "entropy" is NaN if no token's entropy is known.
         if known := [(value, weight) for value, weight in pairs if not math.isnan(value)]:
@@ -100,7 +103,7 @@ def means(metrics: dict[str, list[Any]], weights: dict[str, list[Any]]) -> dict[
 
 
 def _on_host(lists: list[list[Any]]) -> list[list[float]]:
-    """Returns the lists with a number in place of each 0-d tensor. There is one host sync for all of them."""
+    """Returns the lists with their 0-d tensors replaced by numbers. There is one host sync for all lists."""
     waiting = [value.double() for values in lists for value in values if isinstance(value, Tensor)]
     numbers = iter(torch.stack(waiting).tolist())
     return [[next(numbers) if isinstance(value, Tensor) else value for value in values] for values in lists]

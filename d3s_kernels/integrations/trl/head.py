@@ -52,8 +52,8 @@ def check_head(model: Any) -> None:
 
 
 class HostNumber:
-    """An asynchronous copy of integers to the host: of one, or of several in one tensor. Call ``value`` after a host
-    sync that other code causes: the copy is finished then, so the call does not wait.
+    """An asynchronous copy of one integer, or of a tensor of integers, to the host. Call ``value`` after a host sync
+    that other code causes: the copy is finished then, so the call does not wait.
     """
 
     def __init__(self, number: Tensor) -> None:
@@ -129,7 +129,7 @@ class OurHead:
         # but the formula equals (c/s) tanh(x / (c/s)) / (T/s). So our op gets the cap c/s and the temperature T/s.
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         sets = None
-        if self.sets is not None:  # selects the labelled tokens' sets, without a host sync: the host knows their number
+        if self.sets is not None:  # selects the labelled tokens' sets without a host sync: their number is len(targets)
             places, _ = ops.compact(self.sets[1], len(targets))
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
@@ -171,7 +171,7 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 class OverSets(NamedTuple):
     """A model for our override of TRL's scoring method: the scores are over the sets that the tokens were drawn from.
-    ``sets``, int32 ``[rows, tokens, width]``, has the sets for all rows, and for the last ``tokens`` columns.
+    ``sets``, int32 ``[rows, tokens, width]``, has the sets of the last ``tokens`` columns of all rows.
     """
 
     model: Any
@@ -184,8 +184,8 @@ def over_sets(model: Any, sets: Tensor | None) -> Any:
 
 
 class ScoredModel:
-    """A model for TRL's own scoring method, which calls it with consecutive chunks of a batch's rows, and with labels
-    at the tokens to score. Our head computes the scores.
+    """A model for TRL's own scoring method. The method calls the model with consecutive chunks of a batch's rows; the
+    tokens to score have labels. Our head computes the scores.
 
     ``sets`` is as in :class:`OverSets`. Labels that ``needed``, bool ``[rows, tokens]``, does not mark are removed, so
     that the head does not compute these tokens.

@@ -48,7 +48,8 @@ class PageOfBatch:
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
         """Adds a micro-batch's kept tokens and its entropies, which are NaN where they are not known. Returns whether
-        this was the process's last micro-batch. Further ones, which train on the same rollouts again, are not added.
+        this was the last micro-batch that the page needs from this process. Later micro-batches, which train on the
+        same rollouts again, are not added.
         """
         if self._awaited == 0:
             return False

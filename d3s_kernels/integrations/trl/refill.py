@@ -15,7 +15,8 @@ def other_prompts(
 ) -> list[dict[str, Any]]:
     """Returns examples for ``groups`` further groups of this rank, each repeated ``generations`` times. The data set is
     shuffled with ``seeds``: the run's seed, the step, and the number of earlier refills of the batch. Each rank takes
-    its own part of the shuffled data set. The result has only ``columns``: those that an example has when TRL gets it.
+    its own part of the shuffled data set. The result has only ``columns``: the columns of an example as TRL receives
+    it.
     """
     seed = 0
     for part in seeds:

@@ -1,7 +1,7 @@
 """What the trainer knows in each part of a step.
 
-TRL calls our methods one after the other, and hands on nothing of ours. So the trainer has one attribute for all that
-it has to know in a later call: a :class:`Now`, which is replaced and never changed.
+TRL calls our methods one after the other, and passes none of our values from one call to the next. So the trainer
+stores all values that a later call needs in one attribute: a :class:`Now`, which is replaced and never changed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Call(NamedTuple):
     needed: Tensor | None  # marks which of the last columns' tokens are scored; None: all tokens
     tokens: Tensor
     attention: Tensor
-    columns: int  # the number of scored columns, the last ones of ``tokens``
+    columns: int  # the number of scored columns, which are the last columns of ``tokens``
     more: tuple[Any, ...]  # further arguments; the first one is the number of rows that TRL scores at a time
     options: dict[str, Any]  # further arguments by name: what to compute, and images
 
@@ -103,7 +103,7 @@ class Call(NamedTuple):
         return self.method(model, self.tokens, self.attention, self.columns, *self.more, **self.options)
 
     def is_like(self, other: Call) -> bool:
-        """Whether both calls ask for the same scores of as many rows and columns."""
+        """Whether both calls ask for the same scores, of the same number of rows and columns."""
 
         def asked(call: Call) -> dict[str, Any]:
             return {name: value for name, value in call.options.items() if value is not None and value is not False}
@@ -124,11 +124,11 @@ class Call(NamedTuple):
 
 @dataclass
 class Generating:
-    """Known while TRL makes a generation batch. What TRL's calls leave behind is added as they come."""
+    """Known while TRL makes a generation batch. Our methods add values when TRL calls them."""
 
     passes: Passes
     recorded: Recorded | None = None  # the sets of the tokens, if they are recorded
-    rewards: Tensor | None = None  # all processes' rewards, by function; None if a subclass has advantages without them
+    rewards: Tensor | None = None  # all processes' rewards, by function; None if a subclass does not compute them
 
 
 class Generated(NamedTuple):
@@ -152,26 +152,26 @@ class Loss(NamedTuple):
     """Known while TRL computes the loss of a micro-batch."""
 
     call: Call  # what TRL asks for
-    scores: Scores | None  # the answer; None: TRL has got it
+    scores: Scores | None  # the result of the call; None: TRL has already received it
     inputs: Batch  # what TRL's loss reads
     clip_range: tuple[Any, Any]  # TRL's epsilons: numbers; with ESPO, a tensor with a value for each token
-    # Numbers of tokens, over all processes: the kept ones, all, those whose loss has a weight above 0, and the kept
-    # ones of these.
+    # Numbers of tokens over all processes: of kept tokens, of all tokens, of tokens whose loss has a weight above 0,
+    # and of kept tokens whose loss has a weight above 0.
     counted: HostNumber
 
 
 class OptimizerStep(NamedTuple):
     """How far the current optimizer step is."""
 
-    done: int = 0  # the number of micro-batches that TRL has got
-    waiting: tuple[Batch, ...] = ()  # the micro-batches that were divided and that TRL has not got yet
+    done: int = 0  # the number of micro-batches that TRL has received
+    waiting: tuple[Batch, ...] = ()  # divided micro-batches that TRL has not received yet
 
 
 class Now(NamedTuple):
     """All that the trainer knows between two of TRL's calls."""
 
-    rollouts_chosen: bool = False  # whether there is a generation batch to train on whose rollouts were chosen
-    page: PageOfBatch | None = None  # of this generation batch, on which several steps may train
+    rollouts_chosen: bool = False  # whether rollouts were chosen from a generation batch, to train on them
+    page: PageOfBatch | None = None  # the page of this generation batch; several steps may train on the batch
     optimizer_step: OptimizerStep = OptimizerStep()
     within: Generating | Loss | None = None  # the part of TRL's code that runs
     last_page: int | None = None  # the step of the latest page in this run

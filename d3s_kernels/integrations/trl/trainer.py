@@ -1,8 +1,8 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
 The methods are in the order of a training step: TRL makes a generation batch, and rollouts are chosen from it; passes
-without gradient score the batch; tokens may be chosen; micro-batches are divided; the loss is computed. What one of
-these parts has to know of another is in :mod:`.step`.
+without gradient score the batch; tokens may be chosen; micro-batches are divided; the loss is computed. :mod:`.step`
+has the values that one part passes to another.
 
 The methods that are overridden are private to TRL and may change without notice, and a subclass may override them too.
 In both cases, the gradient could be wrong without an error. So this package's ``__init__`` checks TRL's version,
@@ -89,11 +89,11 @@ from .step import (
 
 LOGPROB = "d3s_logprob"  # a batch field: the log-probabilities of the pass for entropies
 ASKED = "d3s_token_share_asked"  # a batch field: the budget's share of tokens when the tokens were chosen
-SHARE = "d3s_share_of_rows"  # a batch field: the number of the micro-batch's rows / the mean of all micro-batches
+SHARE = "d3s_share_of_rows"  # a batch field: the micro-batch's number of rows / the mean number of all micro-batches
 
 
 class BeginStep(TrainerCallback):
-    """Calls a function when an optimizer step begins, also if the step before was broken off."""
+    """Calls a function when an optimizer step begins, even if the previous step was not completed."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -145,7 +145,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
     epsilon_low: Any  # a float, as in TRL; while TRL computes ESPO's loss, a tensor with a value for each token
     epsilon_high: Any
     _now = Now()  # replaced, never changed
-    _weights: dict[str, list[Any]]  # for the next log, by the name of the metric
+    _weights: dict[str, list[Any]]  # the weights of the next log's values, by the name of the metric
     _wider_bounds = (
         "those of off_policy_rule, or vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max"
     )
@@ -194,8 +194,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
                 return
 
     def _with_whole_logprobs(self, rollout_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a ``rollout_func``: refuses rows with too few or too many log-probabilities if anything reads them. TRL
-        pads short rows with 0, as if these tokens had been sampled with the probability 1.
+        """Wraps a ``rollout_func``. If the log-probabilities are read, refuses rows with too few or too many of them.
+        TRL pads short rows with 0, as if these tokens had been sampled with the probability 1.
         """
 
         @wraps(rollout_func)
@@ -236,7 +236,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
 
     @property
     def _entropies_before_update(self) -> bool:
-        """Returns whether the update needs the entropies of an earlier pass: to choose tokens before, or for ESPO."""
+        """Returns whether entropies are computed before the update: to choose tokens before the update, or for ESPO."""
         return self._tokens_before_update and (self.args.token_rule != "prefix" or self._espo)
 
     def _may_cut(self, columns: int) -> MayCut:
@@ -296,7 +296,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
 
     @contextmanager
     def _within(self, part: Generating | Loss) -> Iterator[None]:
-        """A context in which TRL's code runs, and calls methods that have to know ``part``."""
+        """A context in which TRL's code runs. The methods of ours that TRL calls can read ``part``."""
         before = self._now.within
         self._now = self._now._replace(within=part)
         try:
@@ -311,7 +311,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             return evaluated
         page = self._page_of_this_step()
-        columns = list(inputs[0]) if self.args.refill else []  # TRL adds what a rollout_func returns to the examples
+        columns = list(inputs[0]) if self.args.refill else []  # TRL adds the results of a rollout_func to the examples
         made = self._generated(inputs)
         if self.args.refill:
             made = self._refilled(made, columns)
@@ -378,8 +378,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
 
     def _refilled(self, made: Generated, columns: list[str]) -> Generated:
         """Replaces the groups whose rewards are all equal, at most ``refill`` times. Groups do not move between ranks.
-        All ranks have all rewards, so they make the same decisions without further communication. ``columns`` are those
-        of the data set.
+        All ranks have all rewards, so they make the same decisions without further communication. ``columns`` are the
+        columns of the data set.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         ranks, here, times = accelerator.num_processes, accelerator.process_index, 0
@@ -416,8 +416,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
 
     def _keep_rollouts(self, batch: Batch, rewards: Tensor | None = None) -> Batch:
         """Chooses the rollouts, and where to cut them. Returns a batch of only the kept rows, with the same number of
-        rows on each process. Without ``rewards``, those of :class:`Generated`, the advantages say which rewards of a
-        group are equal.
+        rows on each process. ``rewards`` is from :class:`Generated`. If it is None, equal advantages show which groups
+        have equal rewards.
         """
         accelerator, own_advantages = self.accelerator, batch["advantages"]
         if own_advantages.dim() != 1:
@@ -450,7 +450,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             batch[DRAWS] = self._draws_of_rollouts(own_advantages)
         # With several aggregated rewards, TRL divides by the deviation of the batch, whatever ``scale_rewards`` is.
         scale: Scale = self.scale_rewards if self.multi_objective_aggregation == "sum_then_normalize" else "batch"
-        scored = kept if total is None else kept & ~total.isnan()  # without a reward, an advantage is 0 and stays it
+        scored = kept if total is None else kept & ~total.isnan()  # without a reward, an advantage is 0 and stays 0
         anew = self._selection.advantages(advantages, scored, scale=scale, without_spread=equal)
         batch["advantages"] = anew.view(ranks, -1)[here]
         if not keeps_all:  # otherwise no row moves, and no host sync is needed
@@ -466,8 +466,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return batch
 
     def _shared_with_right_ones(self, batch: Batch, advantages: Tensor) -> Tensor:
-        """Marks the shared tokens of this process's rows. ``advantages`` are those of all processes, ``[groups, n]``.
-        If a group may lie on two processes, the processes gather the tokens of all rows.
+        """Marks the shared tokens of this process's rows. ``advantages``, ``[groups, n]``, are from all processes. If a
+        group may lie on two processes, the processes gather the tokens of all rows.
         """
         ids, mask, here = batch["completion_ids"], loss_mask(batch).bool(), self.accelerator.process_index
         rows = slice(here * len(ids), (here + 1) * len(ids))
@@ -478,7 +478,9 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return shared_tokens(everyones, advantages, everyones >= 0)[rows, : ids.shape[1]]
 
     def _cut_sequences(self, batch: Batch, mask: Tensor | TrustedTokens) -> None:
-        """Cuts sequences at random. Each row's cut depends on its random number alone, wherever the row is."""
+        """Cuts sequences at random. A row's cut depends only on the row's random number, not on the process that has
+        the row.
+        """
         cut = self._selection.prefixes(mask, self._progress, draws=batch[DRAWS])
         batch[PREFIX], batch[PREFIX_WEIGHT] = cut.mask, cut.weight
 
@@ -504,8 +506,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return Call(method, head, model, sets, None, tokens, attention, columns, more, options)
 
     def _pass_names(self) -> list[str]:
-        """Returns the names of the passes without gradient that TRL makes over a generation batch. TRL has the same
-        conditions.
+        """Returns the names of the passes without gradient that TRL makes over a generation batch. The conditions are
+        the same as TRL's.
         """
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         names = [] if aligned and not self._corrects_sampling else [OLD]
@@ -525,8 +527,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return switched_off or bool(policy.active_adapter == "ref")
 
     def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
-        """Makes the pass that TRL asks for before it computes rewards. If only the update needs the pass, postpones it
-        instead.
+        """Handles a pass for which TRL asks before TRL computes rewards. Postpones the pass if only the update needs
+        it; otherwise makes it now.
         """
         name = passes.next(self._is_reference(call.model))
         if name != OLD or not self._corrects_sampling:
@@ -536,9 +538,9 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return logprob, None, aux
 
     def _scores_of_pass(self, call: Call) -> Scores:
-        """Makes a pass without gradient. If there are more rows than ``batch_size``, TRL scores so many at a time, with
-        all columns. This method then makes as many forwards, but of rows of similar lengths, each cut to its own
-        columns. Columns that are cut off get 0.
+        """Makes a pass without gradient. TRL makes a forward for every ``batch_size`` rows, with all columns. This
+        method makes the same number of forwards, but each has rows of similar lengths, and only the columns that these
+        rows need. Columns that are cut off get 0.
         """
         options, rows = {"batch_size": None} | call.options, len(call.tokens)
         size = call.more[0] if call.more else options["batch_size"]
@@ -581,13 +583,13 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
         if self.ref_model is not None:
             return {name: self._score(self.ref_model, batch)[0]}
-        policy = self.accelerator.unwrap_model(self.model)  # the reference is the policy with another adapter, or none
+        policy = self.accelerator.unwrap_model(self.model)  # the reference is the policy with adapter "ref" or none
         with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
             return {name: self._score(self.model, batch)[0]}
 
     def _score(self, model: Any, batch: Batch, **options: Any) -> Scores:
-        """Runs TRL's scoring pass over the rows of a batch, without gradient. What comes after a cut is not forwarded
-        if the update does not need it.
+        """Runs TRL's scoring pass over the rows of a batch, without gradient. Tokens after a cut are not forwarded if
+        the update does not need them.
         """
         all_columns = batch["completion_ids"].shape[1]
         if PREFIX in batch and self._tokens_are_independent(batch):
@@ -630,12 +632,12 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         # The entropy pass skips only rollouts whose tokens have scores that do not depend on entropies. These tokens
         # still count as valid tokens.
         candidates = self._prefixes(batch, left.mask) if PREFIX in batch else left
-        entropy = batch.get("d3s_entropy", torch.zeros(mask.shape, device=mask.device))  # "prefix" reads none
+        entropy = batch.get("d3s_entropy", torch.zeros(mask.shape, device=mask.device))  # rule "prefix" reads none
         chosen = self._choose_tokens(entropy, batch["advantages"], candidates)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         weight = left.weight if chosen.weight is None else left.weight * chosen.weight
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, weight
-        share = self._selection.token_share(self._progress)  # the update may be a later step's
+        share = self._selection.token_share(self._progress)  # the update may be in a later step
         batch[ASKED] = torch.tensor(share, dtype=torch.float64)
         numbers = torch.stack([chosen.mask.sum(), left.mask.sum()])
         batch["d3s_tokens_kept"], batch["d3s_tokens_left"] = self.accelerator.gather(numbers).view(-1, 2).sum(dim=0)
@@ -646,10 +648,10 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return Prefixes(prefix, batch[PREFIX_WEIGHT], prefix.sum())
 
     def _entropy_pass(self, batch: Batch) -> Batch:
-        """Makes an extra pass for the entropies. Returns the batch fields that it fills: entropies, log-probabilities,
-        and a mask of the tokens whose entropies were not computed, because they are not needed. These are the tokens
-        after a cut; all tokens if sequences are only cut, which takes no pass; and the tokens of a row with advantage
-        0, except if tokens are ranked by entropy alone. Their values are 0.
+        """Makes an extra pass for the entropies. Returns the batch fields that the pass fills: entropies,
+        log-probabilities, and a mask of the tokens whose entropies are not needed. The values of these tokens are 0.
+        They are the tokens after a cut, and the tokens of a row with advantage 0, unless tokens are ranked by entropy
+        alone. If the rule only cuts sequences, no entropy is needed, and there is no pass.
         """
         mask = loss_mask(batch).bool()
         if self.args.token_rule == "prefix":
@@ -686,8 +688,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             return of_trl
         done, waiting = self._now.optimizer_step
         if not waiting:
-            # Of the generation batch, the micro-batches from this one to the last one of the current optimizer step.
-            # They are divided here, not after the generation, because only now it is known where the step ends.
+            # Takes the micro-batches from this one to the last one of the current optimizer step, within the generation
+            # batch. They are divided here, not after the generation, because only now it is known where the step ends.
             begin = self._step % self.args.steps_per_generation
             left = max(1, self.current_gradient_accumulation_steps - done)
             waiting = tuple(self._divided(self._buffered_inputs[begin : begin + left]))
@@ -695,7 +697,9 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return waiting[0]
 
     def _why_rows_stay(self) -> str | None:
-        """Returns why the gradient depends on which rows are in a micro-batch together, or None if it does not."""
+        """Returns why the gradient depends on how rows are divided into micro-batches. Returns None if it does not
+        depend on this.
+        """
         if DENOMINATORS[self.loss_type] == "process":
             return f"loss_type {self.loss_type!r} is a mean over the tokens of each micro-batch"
         if self._entropy_bonus_enabled:
@@ -713,7 +717,9 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return self._why_rows_stay() is None and (same_tokens or self.args.order_rows == "work")
 
     def _divided(self, parts: list[Batch]) -> list[Batch]:
-        """Divides the rows of TRL's micro-batches anew, into as many, and cuts each to the columns that it needs."""
+        """Divides the rows of TRL's micro-batches again, into the same number of micro-batches. Cuts each micro-batch
+        to the columns that it needs.
+        """
         whole = concatenated(parts) if len(parts) > 1 else parts[0]
         prompt, completion = (whole[f"{side}_mask"].shape[1] for side in ("prompt", "completion"))
         may_cut = self._may_cut_everywhere(prompt + completion)
@@ -745,15 +751,15 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         return self._may_cut(columns)
 
     def _last_needed(self, batch: Batch) -> Tensor | None:
-        """Returns, for each row, the number of columns up to its last kept token, or up to its cut, if the other tokens
-        are not computed; otherwise None.
+        """Returns, for each row, the number of columns that are needed: up to the last kept token or, if no tokens were
+        chosen yet, up to the cut. Returns None if all tokens are computed.
         """
         needed = batch.get("d3s_kept", batch.get(PREFIX))
         return last_columns(needed) if needed is not None and self._tokens_are_independent(batch) else None
 
     def _columns_for(self, last: Tensor, prompt: int, columns: int) -> Tensor:
-        """Returns how many of the ``columns`` of completions are forwarded if each row needs those up to its ``last``.
-        The forward has ``prompt`` more columns.
+        """Returns how many of the completions' ``columns`` columns are forwarded. ``last`` has the number of columns
+        that each row needs. The forward also has the ``prompt`` columns of prompts.
         """
         if not self._may_cut(prompt + columns).completions:
             return torch.full_like(last[0], columns)
@@ -766,14 +772,15 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         columns = part["completion_mask"].shape[1]
         if last is None:
             return torch.stack([lengths.sum(), lengths.new_tensor(rows * (prompt + columns))])
-        forwarded = last > 0  # the other rows are left out; if all are, one is forwarded
+        forwarded = last > 0  # the other rows are left out; if no row is left, one is forwarded
         width = prompt + self._columns_for(last, prompt, columns)
         tokens = torch.where(forwarded, lengths[0] + last, 0).sum()
         return torch.stack([tokens, forwarded.sum().clamp(min=1) * width])
 
     def _log_padding(self, before: Tensor, forwarded: Tensor) -> None:
-        """Logs how much of what is forwarded is padding, over all processes. ``forwarded``, ``[micro-batches, 2]``, has
-        the numbers of tokens and of positions; ``before``, ``[2]``, those of the whole without cuts.
+        """Logs how much padding is forwarded, over all processes. ``forwarded``, ``[micro-batches, 2]``, has the
+        numbers of tokens and of positions of each micro-batch. ``before``, ``[2]``, has the numbers of tokens and of
+        positions of all rows without cuts.
         """
         numbers = torch.cat([before, forwarded.sum(dim=0), forwarded[:, 1].amax().view(1)])
         everyones = self.accelerator.gather(numbers).view(-1, len(numbers))
@@ -800,7 +807,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             self.epsilon_low, self.epsilon_high = of_trl
         # TRL's own code has already caused a host sync, so reading the number does not wait.
         self._count_tokens(known.counted.value())
-        # A mean over the micro-batch's rows; the other losses divide by a number that no micro-batch changes.
+        # These losses are means over the micro-batch's rows. The other losses divide by a number that is the same for
+        # all micro-batches.
         is_mean_of_rows = DENOMINATORS[self.loss_type] in ("sequence", "sequences", "constant")
         return loss * inputs[SHARE] if SHARE in inputs and is_mean_of_rows else loss
 
@@ -818,7 +826,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
                 measured = needed | (mask & ~inputs.get(UNMEASURED, mask))
         else:
             logprob, entropy, aux = call.scores()
-        assert entropy is not None  # they were asked for
+        assert entropy is not None  # the entropies were requested
         constant = entropy.detach()
         chosen = self._choice_of_micro_batch(inputs, constant)
         call.head.kept.number = HostNumber(chosen.kept.sum())
@@ -849,8 +857,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
     def _restrict_gradients(
         self, inputs: Batch, chosen: Choice, logprob: Tensor, entropy: Tensor, totals: Tensor
     ) -> None:
-        """Lets gradient flow only through the kept tokens. ``totals`` has the numbers of the kept tokens and of those
-        that were left to choose from.
+        """Lets gradient flow only through the kept tokens. ``totals`` has the number of kept tokens, and the number of
+        tokens that were left to choose from.
         """
         if not logprob.requires_grad:
             return
@@ -873,9 +881,9 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]
 
     def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
-        """Scores only the ``kept`` tokens. The forward has only the rows with a kept token, up to the last column with
-        one. All other tokens get the values of earlier passes. If no token is kept, the first row is still scored,
-        because all processes must take part in the forward of a sharded model.
+        """Scores only the ``kept`` tokens. The forward has only the rows with a kept token, and only the columns up to
+        the last kept token. All other tokens get the values of earlier passes. If no token is kept, the first row is
+        still scored, because all processes must take part in the forward of a sharded model.
         """
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
@@ -888,7 +896,8 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
             tokens=tokens, attention=attention, columns=used,
         ).scores()  # fmt: skip
         assert entropy is not None
-        # With these values, the ratio of a dropped token is 1. No pass has computed them if sequences are only cut.
+        # With these log-probabilities, the ratio of a dropped token is 1. They are 0 if no pass has computed them,
+        # because sequences are only cut.
         nothing = torch.zeros(kept.shape, device=kept.device)
         old = inputs[OLD] if OLD in inputs else inputs.get(LOGPROB, nothing)
 
@@ -943,9 +952,9 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
     def _log(self, metrics: dict[str, Tensor], weights: dict[str, Tensor] | None = None) -> None:
         """Stores 0-d tensors for the next log. Only the log causes a host sync. NaN is not logged.
 
-        A logged value is a mean over micro-batches. ``weights`` says, for some metrics of the latest micro-batch, of
-        how many tokens or rows they are means. Micro-batches may differ in these numbers, so the log weights them.
-        TRL's own metrics may have weights too.
+        A logged value is a mean over micro-batches. ``weights`` has, for some metrics, the number of tokens or rows
+        over which the micro-batch's value is a mean. Micro-batches may differ in these numbers, so the logged mean is
+        weighted by them. ``weights`` may also have TRL's own metrics.
         """
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
@@ -964,10 +973,10 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
 
 
 def weighted(batch: Batch, mask: Tensor) -> Tensor:
-    """Returns the tokens of ``mask`` whose loss TRL's correction of vLLM's probabilities does not multiply by 0."""
+    """Returns ``mask`` without the tokens whose loss is multiplied by 0 in TRL's correction of vLLM's probabilities."""
     return mask & (batch[RATIO] != 0) if RATIO in batch else mask
 
 
 def without_shared(batch: Batch, mask: Tensor) -> Tensor:
-    """Returns the tokens of ``mask`` without those that the option ``drop_shared_tokens`` leaves out."""
+    """Returns ``mask`` without the tokens that the option ``drop_shared_tokens`` leaves out."""
     return mask & ~batch[SHARED] if SHARED in batch else mask

@@ -94,8 +94,8 @@ def require_head(config: Any) -> None:
 
 
 def head_options(fused_kernel_options: Mapping[str, Any] | None, is_ours: bool) -> HeadOptions:
-    """Returns the options of our LM head, which stand beside verl's own options of its fused kernels. Raises a
-    ValueError for a bad value, and for any value if the head is not ours (``is_ours``).
+    """Returns the options of our LM head, which are in the same section as verl's own options of its fused kernels.
+    Raises a ValueError for a bad value. If the head is not ours (``is_ours``), raises a ValueError for any value.
     """
     given = fused_kernel_options or {}
     values = {name: given[name] for name in option_names(HeadOptions) if given.get(name) is not None}

@@ -15,7 +15,7 @@ _OF_TOKENS = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro", "cispo")
 _OF_ROWS = ("gspo", "espo", "clip_cov", "kl_cov")
 _MEAN_OF_ROWS, _OF_WIDTH = "seq-mean-token-mean", "seq-mean-token-sum-norm"
 WEIGHT = "d3s_weight"
-"""The field of a row with the factors for its tokens' KL loss and entropy bonus."""
+"""The name of a row's field. The field has, for each token, the factor for the KL loss and the entropy bonus."""
 WEIGHED = "actor/d3s_weighed"
 """The name of a worker's metric, which says that the worker has used :data:`WEIGHT`."""
 
@@ -35,26 +35,30 @@ class Plan(NamedTuple):
     """What verl's configuration allows to do with rollouts that are cut at random."""
 
     shortens: bool
-    """Whether the rows lose what comes after a cut. Otherwise verl reads whole rows, and only weights are 0 there."""
+    """Whether the tokens after a cut are removed from the rows. Otherwise verl reads whole rows, and these tokens have
+    weight 0.
+    """
     before_passes: bool
-    """Whether rollouts are cut before the old log-probabilities are computed. Otherwise they are cut after that."""
+    """Whether rollouts are cut before the old log-probabilities are computed. Otherwise they are cut afterwards."""
     mean_of_rows: bool
     """Whether the policy loss divides by the number of tokens of each row."""
     weighs_others: bool
-    """Whether rows are shortened, and there is a KL loss or an entropy bonus, which then needs weights of its own."""
+    """Whether the KL loss and the entropy bonus need weights of their own: there is at least one of them, and rows are
+    shortened.
+    """
     mean_of_rows_of_others: bool
     """Whether the KL loss and the entropy bonus divide by the number of tokens of each row."""
 
 
 def plan_of(config: Any, options: D3SOptions) -> Plan:
-    """Returns the plan for verl's whole configuration. Rows are shortened if no token's loss depends on the rest of its
-    row.
+    """Returns the plan for verl's whole configuration. Rows are shortened if no token's loss depends on other tokens of
+    its row.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     others = bool(actor.use_kl_loss or actor.entropy_coeff)
     modes = _MEAN_OF_ROWS if loss == "sapo" else actor.loss_agg_mode, actor.loss_agg_mode
-    by_width = _OF_WIDTH in modes[: 1 + others] and actor.get("loss_scale_factor") is None  # of a micro-batch
+    by_width = _OF_WIDTH in modes[: 1 + others] and actor.get("loss_scale_factor") is None  # a micro-batch's width
     shortens = loss in _OF_TOKENS and not by_width
     rejects = options.off_policy_rule != "none" or (algorithm.get("rollout_correction") or {}).get("rollout_rs")
     # Other estimators may read more of a rollout than the sum of its scores.
@@ -64,8 +68,8 @@ def plan_of(config: Any, options: D3SOptions) -> Plan:
 
 
 def refusals(config: Any, rule: str) -> list[tuple[Any, str, Any, str]]:
-    """Returns the settings that do not go together with cuts: whether the configuration has the setting, its key and
-    value, and what is accepted.
+    """Returns the settings that cannot be combined with cuts. Each entry has four parts: whether the configuration has
+    the setting, its key, its value, and the accepted values.
     """
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     weighs_by = (config.algorithm.get("rollout_correction") or {}).get("rollout_is")
@@ -86,8 +90,8 @@ def shortened(row: dict[str, Any], length: int, set_field: str | None) -> dict[s
     """Returns the fields of a row that change if only the first ``length`` tokens of the response remain. Returns no
     field if nothing would change, or if the row has images, whose number must match the tokens.
 
-    What verl sums over a row is added to the last token, so that the sums do not change: the scores, and ``loss_mask``,
-    by whose sum verl divides the loss of a mini-batch.
+    verl sums the scores and ``loss_mask`` over a row, and divides the loss of a mini-batch by the sum of ``loss_mask``.
+    So that these sums do not change, the values of the removed tokens are added to the last token that remains.
 
     Example:
         >>> import torch

@@ -32,7 +32,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
         old_log_prob: ``[B, T]``. The result has the same shape, and is in nats.
 
     Raises:
-        ValueError: verl has not computed the entropies that ``source`` names, or their shape is not that of
+        ValueError: verl has not computed the entropies that ``source`` names, or their shape differs from the shape of
             ``old_log_prob``.
     """
     if source == "surprisal":
@@ -82,6 +82,7 @@ REPLACED = (
         losses, "ppo_loss", ["config", "model_output", "data"], _ppo_loss,
         held_by=("verl.workers.engine_workers", "verl.trainer.distillation.losses"), passes_the_rest_on=True,
     ),
-    # verl's ``ppo_loss`` calls this name; policy losses call the function under the name of another module.
+    # verl's ``ppo_loss`` calls the function by this name. Policy losses call it by its name in another module, so they
+    # do not change.
     Replaced(losses, "agg_loss", ["loss_mat"], _agg_loss, passes_the_rest_on=True),
 )  # fmt: skip

@@ -76,8 +76,8 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     """Returns which positions of the model's next output will be read.
 
     A policy update reads the tokens that ``response_mask`` marks. A pass without gradients reads all response tokens
-    except those of padding rows. Any other loss may read all positions. A caller that asks for the model's output may
-    also read all positions. ``labels`` has the labels of this process, followed by padding.
+    except the tokens of padding rows. Any other loss may read all positions. A caller that asks for the model's output
+    may also read all positions. ``labels`` has the labels of this process, followed by padding.
     """
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")

@@ -16,7 +16,7 @@ from verl.workers.config import PolicyLossConfig
 from ...off_policy.importance_ratio import espo_terms
 from ...selection.options import check_options, check_token_rule, option_names, options_from, require_mode
 from ...tokens.select_tokens import select_tokens
-from . import entropy  # imports no names: verl, which this loads, may import this file before they exist
+from . import entropy  # imports no names: this loads verl, which may import this file before the names exist
 from .options import POLICY_LOSS, PolicyLossOptions
 
 

@@ -10,7 +10,7 @@ from verl.utils import device
 from .options import Mode
 from .replaced import Replaced
 
-# verl's older asynchronous trainers, which read nothing of ``trainer.v1``, by a section that only they have.
+# verl's older asynchronous trainers, which do not read ``trainer.v1``. Each is found by a section that only it has.
 _OLDER = {"async_training": "fully_async_policy", "rollout": "one_step_off_policy"}
 
 

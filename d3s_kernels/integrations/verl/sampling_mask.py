@@ -29,9 +29,9 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
 
     Args:
         data: a micro-batch (TensorDict), as verl passes it to its engines.
-        field: the name of the field that has the rows' supports, or the key of the supports in ``extra_fields``. It has
-            either a list of ids for each response token, or one integer tensor ``[B, T, K]`` for all rows, padded with
-            -1.
+        field: the name of the field that has the rows' supports, or the key of the supports in ``extra_fields``. The
+            field has either a list of ids for each response token, or one integer tensor ``[B, T, K]`` for all rows,
+            padded with -1.
         width: the sequence length of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as with
             ``use_remove_padding``.
 
@@ -40,7 +40,8 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
         packed logits, or for ``B * width`` rows of padded logits.
 
     Raises:
-        ValueError: there is no such field; the number of a row's supports differs from that of its response tokens.
+        ValueError: there is no such field; the number of a row's supports differs from the number of the row's response
+            tokens.
 
     Example:
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP

@@ -4,7 +4,7 @@ only the chosen rollouts and tokens.
 :meth:`D3STrainer._balance_batch` chooses the rollouts. It runs after the rewards and before the old log-probabilities
 are computed. :meth:`D3STrainer._compute_advantage` chooses the tokens by the old policy's entropies, which verl stores
 together with the old log-probabilities. Both methods run in the driver, on CPU tensors. If rollouts are cut at random,
-one of the two cuts them (:class:`.cuts.Plan`).
+one of these two methods cuts them; :class:`.cuts.Plan` says which one.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._advantages: dict[str, float] = {}  # the kept rows' advantages, by key
         self._shared: dict[str, Tensor] = {}  # with drop_shared_tokens, which tokens of the rows are shared, by key
         self._equal: set[str] = set()  # the keys of kept rows whose group has equal rewards, up to rounding
-        self._weights: dict[str, Tensor] = {}  # of rows that were cut before the passes, by key: weights of the tokens
-        self._responses: dict[str, Tensor] = {}  # of rows that were shortened, by key: the whole responses
+        self._weights: dict[str, Tensor] = {}  # the tokens' weights in rows that were cut before the passes, by key
+        self._responses: dict[str, Tensor] = {}  # the whole responses of rows that were shortened, by key
 
     @property
     def _progress(self) -> float:
@@ -94,16 +94,16 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, what: Literal["rollouts", "tokens"]) -> torch.Generator:
-        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step, its local update
-        (separate_async has several) and ``what``, so the generator draws the same values again after a resume.
+        """Returns a generator for the rule "random". Its seed depends on the run's seed, the step, the step's local
+        update (separate_async has several) and ``what``. So the generator draws the same values again after a resume.
         """
         update = self.global_steps * self.parameter_sync_step + self.local_trigger_step
         seed = 1_000_003 * (self.config.data.get("seed") or 0) + update
         return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
-        """Drops rollouts, then lets verl balance the rest. ``_compute_reward_colocate`` is not the method that drops
-        rollouts, since verl skips this method if separate workers compute the rewards.
+        """Drops rollouts, then lets verl balance the rest. Rollouts are not dropped in ``_compute_reward_colocate``,
+        since verl skips that method if separate workers compute the rewards.
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
@@ -207,7 +207,7 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         if self.d3s.drop_shared_tokens:
             lengths = zip(batch.keys, offsets.diff().tolist(), strict=True)  # padding rows have no shared tokens
             rows = [self._shared.get(key, torch.zeros(length).bool())[:length] for key, length in lengths]
-            others = ~torch.cat(rows)  # a row may have been cut since
+            others = ~torch.cat(rows)  # a row may have been cut after its shared tokens were found
             metrics[SHARED_SHARE] = float((mask.bool() & ~others).sum() / total)
             trusted = trusted.only(others) if ruled else trusted & others
             advantages = advantages * others
@@ -245,7 +245,7 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         if needed is not None and self._plan.shortens:
             self._shorten(batch, needed, offsets)
         sums = token_sums(kept, mask.bool(), entropy, advantages)
-        sums[1] += (loss_mask - loss_mask.bool().to(loss_mask.dtype)).sum()  # what rows have lost before the passes
+        sums[1] += (loss_mask - loss_mask.bool().to(loss_mask.dtype)).sum()  # tokens removed before the passes
         metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._selection.token_share(self._progress))))
         self._tokens_are_chosen = True
         return batch
@@ -304,8 +304,8 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         return Prefixes(weight > 0, weight, (weight > 0).sum())
 
     def _shorten(self, batch: KVBatchMeta, needed: Tensor, offsets: Tensor) -> None:
-        """Removes from the rows in verl's storage what comes after the last needed token of a response. One token of
-        the response always remains.
+        """Shortens the rows in verl's storage: each response ends with its last needed token. At least one token of a
+        response remains.
         """
         needed_in = dict(zip(batch.keys, _rows(needed, offsets), strict=True))
         keys = [key for key in batch.keys if key in self._advantages]  # without verl's padding rows
@@ -332,7 +332,7 @@ class D3STrainer(PPOTrainer):  # type: ignore[misc]  # verl has no types
         data = tq.kv_batch_get(select_fields=names, **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
         rollouts = sessions(batch.keys)
-        last = [rows[-1] for rows in rollouts]  # the last output of a rollout has its reward
+        last = [rows[-1] for rows in rollouts]  # the last output of a rollout has the rollout's reward
         rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
@@ -393,7 +393,9 @@ class D3STrainerColocateAsync(D3STrainer, PPOTrainerColocateAsync):  # type: ign
 
 @register_trainer("d3s_separate_async")
 class D3STrainerSeparateAsync(D3STrainer, PPOTrainerSeparateAsync):  # type: ignore[misc]
-    """The mode ``d3s_separate_async``: verl's asynchronous trainer on GPUs of its own; each local update chooses."""
+    """The mode ``d3s_separate_async``: verl's asynchronous trainer on GPUs of its own; each local update makes its own
+    choice.
+    """
 
     mode = "d3s_separate_async"
 
@@ -466,9 +468,9 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
 def _weights(
     policy: Tensor | None, others: Tensor, needed: Tensor, everything: Tensor, offsets: Tensor, plan: Plan
 ) -> list[Tensor]:
-    """Returns the factors for the policy loss, and for the KL loss and the entropy bonus. ``policy`` and ``others`` are
-    the weights of the cuts. Where verl divides a row's loss by the number of ``needed`` tokens, the factors turn that
-    number into that of ``everything``.
+    """Returns two tensors of factors: for the policy loss, and for the KL loss and the entropy bonus. The factors are
+    the weights of the cuts, ``policy`` and ``others``. If verl divides a row's loss by the number of ``needed`` tokens,
+    the factors also replace this number by the number of tokens in ``everything``.
     """
     of_rows = [torch.segment_reduce(part.float(), "sum", offsets=offsets) for part in (needed, everything)]
     share = (of_rows[0] / of_rows[1].clamp(min=1)).repeat_interleave(offsets.diff())

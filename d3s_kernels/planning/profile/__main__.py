@@ -2,9 +2,9 @@
 counts successes.
 
 Such a profile is the first step of sGPO (arXiv 2606.08854). The command writes one line of JSON for each finished
-query. If it is interrupted, the same command continues, and the result is the same as without the interruption. Each
-completion has its own random numbers, so another batch size or device changes only rounding, which in rare cases
-changes a sampled token.
+query. If it is interrupted, the same command continues the profile, and the result is the same as without the
+interruption. Each completion has its own random numbers, so another batch size or device changes only rounding, which
+in rare cases changes a sampled token.
 
     d3s profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
         --reward rewards.py:is_correct --out profile.jsonl
@@ -64,8 +64,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """Returns the settings that determine the result, and a hash of the rows. A file is continued only if both equal
-    those in the file.
+    """Returns the settings that determine the result, and a hash of the rows. A file is continued only if its settings
+    and its hash are the same.
     """
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "device")}
     # If JSON cannot express a value, only the value's type is hashed.

@@ -31,8 +31,9 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
     """Reads each query's numbers of successes and samples from a file that ``d3s profile`` has written.
 
     A completion that the reward function could not score is not a sample, so a query may have fewer samples than
-    others, or none. :func:`plan_rollouts` refuses queries without samples. If there are any, pass it
-    ``successes[samples > 0]`` and ``samples[samples > 0]``, and use only these rows of the dataset.
+    others, or none. :func:`plan_rollouts` refuses queries without samples. If there are such queries, pass
+    ``successes[samples > 0]`` and ``samples[samples > 0]`` to :func:`plan_rollouts`, and use only these rows of the
+    dataset.
 
     Args:
         path: a finished profile.
