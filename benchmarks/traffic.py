@@ -147,7 +147,7 @@ def readable(bytes_: float) -> str:
 def table(step: Step) -> str:
     """Two tables in Markdown: what is sent, and the time it takes with and without this library."""
     sent_rows = ["| | ranks | rounds | a rank puts in | it receives |", "| --- | --- | --- | --- | --- |"]
-    time_rows = ["| | time | otherwise it would receive | in |", "| --- | --- | --- | --- |"]
+    time_rows = ["| | time | without these ops, it receives | time without them |", "| --- | --- | --- | --- |"]
     for what, ranks, network, sent, otherwise in step.lines():
         put_in = sum(bytes_ for _, bytes_ in sent)
         into, instead = (readable(sum(received(round_, ranks) for round_ in all_)) for all_ in (sent, otherwise))
