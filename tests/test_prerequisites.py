@@ -57,5 +57,6 @@ def test_a_stage_says_what_it_is_and_how_it_ended() -> None:
         subprocess.run([SH, TOOLS / "stage.sh", "a thing", "sh", "-c", f"exit {n}"], capture_output=True, text=True)
         for n in (0, 3)
     )
-    assert done.returncode == 0 and re.fullmatch(r"==> a thing\n    done in \d+ s\n", done.stdout)
+    assert done.returncode == 0
+    assert re.fullmatch(r"==> a thing\n    done in \d+ s\n", done.stdout)
     assert (failed.returncode, failed.stderr) == (1, "==> a thing: failed\n")

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,8 +133,10 @@ def test_a_profile_and_its_plan(command: Command, out: Path, capsys: Any) -> Non
     assert plan_rollouts(successes, samples).phase.shape == (QUERIES,)
     never, always = (successes == 0).sum(), (successes == 8).sum()
     assert f"{QUERIES} queries, {never} never solved, {always} always" in capsys.readouterr().out
-    assert main(command(seed=1, out=out.with_name("other.jsonl"))) == 0
-    assert records(out.with_name("other.jsonl")) != found
+    for changed, same in (({"seed": 1}, False), ({"reward": f"{out.with_name('rewards.py')}:later"}, True)):
+        other = out.with_name(f"{same}.jsonl")
+        assert main(command(**changed, out=other)) == 0
+        assert (records(other) == found) is same
 
 
 def test_interrupted_and_resumed(command: Command, out: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -223,16 +224,6 @@ def test_a_dataset_by_name(command: Command, tmp_path: Path, out: Path) -> None:
     assert main(command()) == 0
     assert main(command(**{"dataset": folder, "prompt-column": "question", "out": tmp_path / "n.jsonl"})) == 0
     assert records(tmp_path / "n.jsonl") == records(out)
-
-
-@pytest.mark.slow("that it is found, and its bar seen, as a command; the tests above call what it calls")
-def test_as_a_command(command: Command, tmp_path: Path, out: Path) -> None:
-    """Runs with a reward module in its working directory that is not installed, and with a progress bar."""
-    arguments = [sys.executable, "-m", "d3s_kernels.planning.profile", *command(reward="rewards:later")]
-    ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert f"{QUERIES}/{QUERIES}" in ran.stderr
-    assert main(command(out=tmp_path / "here.jsonl")) == 0
-    assert records(out) == records(tmp_path / "here.jsonl")
 
 
 @pytest.mark.parametrize(
