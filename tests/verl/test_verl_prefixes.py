@@ -1,5 +1,5 @@
-"""Rollouts that verl's trainer mode cuts at random: no pass gets what comes after a cut, and the mean of the gradients
-over all cuts is the gradient of all tokens.
+"""Rollouts that verl's trainer mode cuts at random: no pass gets what comes after a cut, and the tokens before it have
+the weights with which the mean of the gradients over all cuts is the gradient of all tokens (tests/test_prefixes.py).
 
 ``verl_world.py`` says what is real and what is not. Old log-probabilities differ from those of the update here.
 """
@@ -21,7 +21,6 @@ import verl_world
 from verl_world import Rewards, make_trainer, put_rollouts, rows_of, run_step
 
 from d3s_kernels.integrations.verl.cuts import shortened
-from d3s_kernels.selection import Selection
 
 D3S = "+trainer.v1.d3s_sync"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -159,22 +158,6 @@ def test_cuts_after_rejections(queue: None, name: str) -> None:
         assert ours.lengths["update"][key] == (last(weight) if mask.any() else 1)
 
 
-def test_the_mean_over_all_cuts_is_the_gradient_of_all_tokens(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, found, original = Run(*EVERYTHING, length=5), [], Selection.prefixes
-    for first in range(4):
-
-        def cut(*arguments: Any, draws: Tensor, first: int = first, **more: Any) -> Any:
-            places = (torch.arange(len(draws)) + first) % 4  # over the steps, each rollout has each cut once
-            return original(*arguments, draws=(places + 0.5) / 4, **more)
-
-        monkeypatch.setattr(Selection, "prefixes", cut)
-        found.append(Run(PREFIX, length=5))
-    for key, expected in full.gradients.items():
-        assert len({last(run.rows[key]["rollout_is_weights"]) for run in found}) == 4
-        mean = torch.stack([run.gradients[key] for run in found]).mean(0)
-        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-7)
-
-
 def test_cuts_do_not_depend_on_the_ranks(queue: None) -> None:
     runs = [Run(PREFIX, ranks=ranks) for ranks in (1, 3)]
     assert [len(run.batch) for run in runs] == [8, 9], "one row is padding"
@@ -239,16 +222,6 @@ def test_workers_that_do_not_weigh_the_kl_loss_are_found_out(queue: None, monkey
     monkeypatch.setattr(verl_world, "ppo_loss", verl_world.ppo_loss.__wrapped__)
     with pytest.raises(RuntimeError, match="token_rule=prefix: the workers have not weighed the KL loss"):
         Run(PREFIX, OTHERS[0])
-
-
-def test_zeros_can_be_dropped(queue: None) -> None:
-    """A rollout with advantage 0 keeps one token of its response, which has no gradient."""
-    run = Run(PREFIX, f"{D3S}.drop_zeros=true", rewards={"u0": [0.0, 1.0, 0.5, 0.5], "u1": [0.0, 1.0, 0.0, 0.5]})
-    for key in ("u0_2_0", "u0_3_0"):
-        assert run.lengths["update"][key] == 1
-        assert not run.gradients[key].any()
-    assert max(run.lengths["old"][key] for key in ("u0_2_0", "u0_3_0")) > 1
-    assert all(run.gradients[key].any() for key in ("u0_0_0", "u1_3_0"))
 
 
 def test_a_row_is_shortened_in_all_of_its_fields() -> None:

@@ -27,7 +27,6 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
 from verl_world import Workers, compose_config, draw_rewards, make_trainer, put_rollouts, rows_of, run_step
 
-from d3s_kernels.integrations.verl import entropy, head, plugin
 from d3s_kernels.integrations.verl.checks import require_config, require_supports
 from d3s_kernels.integrations.verl.head import FusedLinearForPPO
 from d3s_kernels.integrations.verl.sampling_mask import NOTE
@@ -305,10 +304,3 @@ def test_micro_batches_that_are_refused() -> None:
     batch.non_tensor_batch[FIELD][2] = None
     with pytest.raises(ValueError, match=f"{FIELD}: got 0 supports in row 2; takes"):
         forward(micro_batch_of(batch, **{NOTE: FIELD}), table)
-
-
-@pytest.mark.parametrize("replaced", [entropy.REPLACED[0], head.REPLACED[1]], ids=lambda replaced: replaced.name)
-def test_another_verl(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaced.owner, replaced.name, lambda data, model_output: None)
-    with pytest.raises(RuntimeError, match=rf"{replaced.name} takes \['data', 'model_output'\]; expected"):
-        plugin._replace(replaced)
