@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("rich")
 from benchmarks import __main__ as run
-from benchmarks import clock, computed, harness, judging, order, page, quiet, report, targets, timing, withdrawn
-from benchmarks import recorded as real
+from benchmarks import clock, computed, harness, judging, order, page, quiet, report, targets, timing
 from benchmarks.harness import OURS
 from benchmarks.sizes import sizes_for
 from benchmarks.timing import Timing
@@ -159,14 +156,6 @@ def test_too_few_rounds_decide_nothing(rule: judging.Rule, rounds: int) -> None:
         assert (judged.interval, judged.outcome) == (interval, outcome)
 
 
-@pytest.mark.parametrize("rule", [CPU, GPU])
-def test_a_time_that_was_taken_once_may_be_off(rule: judging.Rule) -> None:
-    rivals = timings([1.0] * 9, timed_by=clock.FEW_CALLS, slow=[10.0] * 9)
-    found = judging.Within("", "slow", 0.11).judge(rivals, rule)
-    assert (found.value, found.outcome) == (0.1, "undecided")
-    assert found.interval == pytest.approx((0.085, 0.1 / 0.85))
-
-
 @pytest.mark.parametrize(
     ("clocks", "value", "outcome"),
     [
@@ -302,43 +291,6 @@ def test_the_page_says_what_the_run_says(result: Path) -> None:
     assert "## Notes" not in text
     result.with_name(f"{result.stem}-notes.md").write_text("Some note.\n")
     assert "## Notes\n\nSome note.\n\n## Every contender" in page.page_of(result)
-
-
-def test_withdrawn_figures_are_in_the_results_and_on_no_page() -> None:
-    def rows(found: dict[str, Any], contest: str, contender: str | None) -> list[Any]:
-        compared = [row for row in found["targets"] if row["what"] == contest]
-        timed = [(name, timing) for name, timing in found["contests"].get(contest, {}).items()]
-        if contender is None:
-            return compared + timed
-        return [row for row in compared if row["against"].startswith(f"{contender}:")] + [
-            timing for name, timing in timed if name == contender
-        ]
-
-    for names, of_names, _ in withdrawn.WITHDRAWN:
-        for name, row in itertools.product(names, of_names):
-            found = json.loads((run.HERE / "results" / f"{name}.json").read_text())
-            assert rows(found, *row), (name, row)
-            assert not rows(withdrawn.what_stands(found, name), *row), (name, row)
-
-
-# ---- lengths and entropies of a real model, and the time of a whole one ----------------------------------------------
-
-
-def test_answers_are_recorded_ones_in_the_sizes_of_a_contest() -> None:
-    every, limit = real.recorded()["groups"], real.recorded()["limit"]
-    lengths = torch.tensor([len(answer["entropy"]) for group in every for answer in group["answers"]])
-    assert len(lengths) == 64
-    assert 1 <= int((lengths == limit).sum()) < 32  # some answers reach the limit
-    found = real.answers(64, 8 * limit)
-    assert torch.equal(found.mask.sum(1), 8 * lengths)
-    assert real.answers(16, 50, torch.arange(16) + 1).mask.sum(1).tolist() == list(range(1, 17))
-    generator = torch.Generator().manual_seed(0)
-    tokens = real.tokens_of(found.levels, 12_288, generator)
-    assert int(tokens.max()) < 12_288
-    assert real.entropy_of(tokens)[3, 8 * lengths[3] - 1] == every[0]["answers"][3]["entropy"][-1] / 100
-    assert found.advantages.view(8, 8).sum(1).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="rows: got 12; takes a multiple of 8, at most 64"):
-        real.answers(12, limit)
 
 
 def test_a_whole_model_is_computed_from_its_first_layers() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from links import at_address
 from project import version_in
 from release_check import NOTES, main, notes_of, problems
 
@@ -64,15 +63,6 @@ def test_all_is_said_at_once(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]  # fmt: skip
     assert lines[4] == "tag: got v2; takes v1.2.3, as CMakeLists.txt has version 1.2.3"
     assert "working tree: new.txt is not committed" in lines
-
-
-def test_links_of_the_notes_lead_to_the_release(root: Path) -> None:
-    notes = at_address(notes_of(root, "1.2.3"), NOTES, "https://a.b", "v1.2.3")
-    assert notes == "New: [a page](https://a.b/blob/v1.2.3/docs/page.md)."
-    assert notes_of(root, "1.2") == ""
-    kept = "[x](https://c.d), [y](#here), [z](../one/README.md), ![p](x.png)\n\n```\na[b](c)\n```\n"
-    led = kept.replace("../one", "https://a.b/blob/main/one").replace("x.png", "https://a.b/raw/main/docs/x.png")
-    assert at_address(kept, NOTES, "https://a.b", "main") == led
 
 
 # ---- of this repository ----------------------------------------------------------------------------------------------

@@ -130,13 +130,19 @@ def test_a_choice_of_rollouts_is_refused(options: dict[str, Any], message: str) 
         SLIME.keep_rollouts(arguments(**options), groups_of(spread_rewards().tolist()))
 
 
-def test_the_hook_for_rewards_is_refused_without_the_filter() -> None:
-    for path, message in (
-        (None, r"rollout_sample_filter_path: got None; takes d3s_slime\.keep_rollouts"),
-        ("d3s_slime.keep_rollouts", r"rollout_function_path: got 'my\.rollouts'; takes one that calls the sample"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SLIME.post_process_rewards(arguments(rollout_sample_filter_path=path), [Sample(0, 1.0, {})])
+@pytest.mark.parametrize(
+    ("hook", "options", "message"),
+    [
+        ("post_process_rewards", {"rollout_sample_filter_path": None}, "_path: got None; takes d3s_slime.keep_rollou"),
+        ("post_process_rewards", {}, r"rollout_function_path: got 'my\.rollouts'; takes one that calls the sample"),
+        ("choose_tokens", {"use_rollout_entropy": False}, "use_rollout_entropy: got False; takes True"),
+        ("choose_tokens", {"loss_type": "policy_loss"}, "loss_type: got 'policy_loss'; takes 'custom_loss', so that"),
+    ],
+)
+def test_hooks_of_slime_without_what_goes_before_are_refused(hook: str, options: Any, message: str) -> None:
+    given = {"post_process_rewards": ([Sample(0, 1.0, {})],), "choose_tokens": (0, batch_of()[0])}[hook]
+    with pytest.raises(ValueError, match=message):
+        getattr(SLIME, hook)(arguments(**options), *given)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -257,20 +263,6 @@ def test_a_choice_of_tokens_is_refused(options: Any, ranks: Any, message: str) -
         pytest.raises(ValueError, match=message),
     ):
         MILES.token_loss(arguments(**options), data, logits, Tensor.sum)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_rollout_entropy": False}, "use_rollout_entropy: got False; takes True"),
-        ({"loss_type": "policy_loss"}, "loss_type: got 'policy_loss'; takes 'custom_loss', so that slime has a pass"),
-    ],
-)
-def test_slime_without_entropies_is_refused_where_there_is_a_loss(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SLIME.choose_tokens(arguments(**options), 0, batch_of()[0])
-    with installed(of_megatron(None, 0, None, last_stage=False)):  # a stage of the pipeline without a loss
-        SLIME.choose_tokens(arguments(**options), 0, {})
 
 
 def tokens_rank(ranks: Ranks, seed: int) -> None:

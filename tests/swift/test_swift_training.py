@@ -14,20 +14,13 @@ pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swi
 
 from processes import run_processes
 from swift.rlhf_trainers import GRPOTrainer
-from tiny_swift import GROUP, STEPS, Run, Vowels, after, make_model, train
+from tiny_swift import GROUP, STEPS, Run, after, train
 
 from d3s_kernels import max_variance_select
 from d3s_kernels.integrations.swift.trainer import Kept
 
 ALL = {"rollouts_start": 1, "rollouts_end": 1, "token_ratio_start": 1, "token_ratio_end": 1}
 HALF = {"rollouts_start": 4, "rollouts_end": 4, "token_ratio_start": 0.25, "token_ratio_end": 0.25}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("swift")
-    make_model(made)
-    return made
 
 
 class Forwarded:
@@ -93,22 +86,6 @@ def test_dropped_rollouts_are_never_forwarded(folder: Path, padding_free: bool) 
     assert run.logged("d3s/rollouts_kept") == [GROUP * STEPS / 2] * 2
     assert all(number > 0 for number in run.logged("d3s/tokens_not_forwarded"))
     assert run.logged("d3s/head_rows_not_computed") == []  # ms-swift's head computes every row
-
-
-def test_top_entropy_quantile_is_exact_over_micro_batches(folder: Path) -> None:
-    rollouts = {name: value for name, value in HALF.items() if name.startswith("rollouts")}
-    by_part: list[list[int]] = []
-
-    def count(result: None, samples: Any, parts: list[Any]) -> None:
-        by_part.append([int(part.d3s_kept.tokens.sum()) for part in parts])
-
-    run = train(folder, rollouts, before=lambda one: after(one, "_choose_tokens", count), top_entropy_quantile=0.3)
-    kept, shares = run.logged("d3s/tokens_kept"), run.logged("d3s/token_share")
-    assert [sum(parts) for parts in by_part] == kept
-    for number, share in zip(kept, shares, strict=True):
-        everything = round(number / share)
-        assert number == math.ceil(0.3 * everything)
-    assert run.trainer.args.loss_denominator == "all"
 
 
 def test_the_table_of_completions_has_all_rollouts(folder: Path, tmp_path: Path) -> None:
@@ -202,13 +179,6 @@ def test_a_rollout_that_ms_swift_filters_takes_no_place(folder: Path) -> None:
     for batch in run.trainer._buffered_inputs:
         part = batch["grpo_batch"]
         assert not part.d3s_kept.tokens[part.truncated_mask].any()
-
-
-def test_rounding_errors_of_equal_rewards_are_no_advantages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Vowels, "__call__", lambda self, completions, **_: [0.1] * len(completions))
-    assert any(train(folder, max_steps=1).trainer._logs["advantages"])
-    run = train(folder, HALF | {"drop_zeros": True}, max_steps=1)
-    assert run.logged("d3s/tokens_kept") == [0]
 
 
 def test_processes_choose_together(folder: Path) -> None:
