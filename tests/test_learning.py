@@ -1,4 +1,4 @@
-"""The learning experiment: its task, its update, its prices and what it concludes. CI runs all stages, with --short."""
+"""The learning experiment: its task, its update, and the reports of its kept runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ sys.path.insert(0, str(ROOT))
 from experiments.learning import comparison, policy, problems, report, stages  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
-from experiments.learning.ledger import Counts, Prices  # noqa: E402
-from experiments.learning.pricings import pricings  # noqa: E402
-from experiments.learning.records import Run  # noqa: E402
+from experiments.learning.ledger import Counts  # noqa: E402
 from experiments.learning.rewards import ends_in  # noqa: E402
-from experiments.learning.run import Job, Point  # noqa: E402
 from experiments.learning.setting import load as load_setting  # noqa: E402
-from experiments.learning.statistics import mean_until, paired, reached, student_quantile, time_to  # noqa: E402
 from experiments.learning.update import add_gradient  # noqa: E402
 
 PROBLEM = problems.of_chains()
 ARMS = arms(8, 4)
-ONE = Prices(1.0, 0.0, 0.0, 0.0, 0.0)  # a clock that counts generated tokens
 
 
 @pytest.fixture
@@ -176,67 +171,7 @@ def test_old_samples_have_the_clipped_ratio_of_ppo(model: torch.nn.Module) -> No
     assert_gradient(later, list(torch.autograd.grad(loss, list(later.parameters()))))
 
 
-def test_icepop_leaves_out_what_is_too_far_and_weighs_the_rest(model: torch.nn.Module) -> None:
-    made, found = batch(model)
-    later, arm = moved(model), ARMS["GRPO-8, 3 old, IcePop"]
-    update = add_gradient(later, made, found, arm, arm.schedule(0.0), torch.Generator())
-    logs = log_ratio(later, made)
-    weight = logs.detach().exp()
-    mask = made.completion_mask & (weight >= 0.5) & (weight <= 5)
-    assert 0 < int(mask.sum()) == update.counts.kept < 0.99 * int(made.completion_mask.sum())
-    loss = -(weight * grpo_advantages(found).view(-1, 1) * logs)[mask].mean()
-    assert_gradient(later, list(torch.autograd.grad(loss, list(later.parameters()))))
-
-
-# ---- prices ----------------------------------------------------------------------------------------------------------
-
-
-def test_prices() -> None:
-    counts = Counts(generated=100, scored=10, updated=200, kept=50, steps=2)
-    prices = Prices(1.0, 2.0, 3.0, 4.0, 5.0)
-    assert prices.of(counts) == 100 + 20 + 600 + 200 + 10
-    assert prices.with_generation_at(0.4, counts).of(counts) == pytest.approx(1.4 * 830)
-    grpo = Counts(generated=100, updated=150, kept=100, steps=1)
-    by_name = pricings(prices, grpo)
-    of_7b = by_name["a 7B model's head and body, generation at 1"]
-    assert of_7b.kept * 100 / of_7b.of_update(grpo) == pytest.approx(0.545 / 7.07)
-    assert of_7b.of(grpo) == pytest.approx(2 * of_7b.of_update(grpo))
-
-
 # ---- what is concluded -----------------------------------------------------------------------------------------------
-
-
-def run_of(*values: float) -> Run:
-    return Run(Job("D3S", 1e-4, 0), [Point(Counts(generated=10 * i), 0, v, 1.0) for i, v in enumerate(values)])
-
-
-def test_measures_of_a_run() -> None:
-    run = run_of(0.2, 0.4, 0.3, 0.5)
-    assert reached(run, ONE.of, 15) == pytest.approx(0.35)
-    assert mean_until(run, ONE.of, 15) == pytest.approx((0.3 * 10 + 0.375 * 5) / 15)
-    assert mean_until(run, ONE.of, 30) == pytest.approx((0.3 + 0.35 + 0.4) / 3)
-    assert time_to(run, ONE.of, 0.1) == 0
-    assert time_to(run, ONE.of, 0.4) == pytest.approx(10)  # the first time
-    assert time_to(run, ONE.of, 0.45) == pytest.approx(27.5)
-    assert time_to(run, ONE.of, 0.6) is None
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (9, 2.262), (30, 2.042)])
-def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
-    assert student_quantile(freedom, 0.95) == pytest.approx(quantile, abs=5e-3)
-
-
-def test_differences_are_paired_and_widened_for_the_comparisons() -> None:
-    theirs = [0.1, 0.5, 0.3, 0.9, 0.2]
-    ours = [x + d for x, d in zip(theirs, (0.1, 0.12, 0.09, 0.11, 0.08), strict=True)]
-    one, six = paired(ours, theirs, 1), paired(ours, theirs, 6)
-    assert one.mean == pytest.approx(0.1)
-    assert one.half_width == pytest.approx(2.776 * math.sqrt(0.00025 / 5), rel=1e-3)
-    assert six.half_width == pytest.approx(4.851 * math.sqrt(0.00025 / 5), rel=2e-3)  # of 99.17 %
-    assert one.decided
-    assert not paired([0.2, 0.4, 0.4, 0.8, 0.25], theirs, 1).decided
-    assert not paired([0.5], [0.1], 1).decided  # one seed
-
 
 RESULTS = sorted(path.parent for path in (ROOT / "experiments/learning/results").rglob("learning.md"))
 
