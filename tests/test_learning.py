@@ -1,4 +1,4 @@
-"""The learning experiment: its task, its update, and the reports of its kept runs."""
+"""The learning experiment: its task, its update, and the reports of its kept runs. CI runs all stages, with --short."""
 
 from __future__ import annotations
 
