@@ -206,14 +206,6 @@ def test_a_space_that_the_tokenizer_drops_at_the_start_is_kept_between_tokens() 
     assert token_texts(decode, [0, 1, 2, 3]) == ["the", " end", "s", " ."]
 
 
-def test_token_ids_with_a_mask() -> None:
-    ids = torch.tensor([[*"né".encode(), 0], [*b"x", 0, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    values = {"kept_tokens": torch.zeros(2, 4).bool(), "scores": torch.ones(2, 4)}
-    seen = Seen(d3s.selection_page(["?"], ids, mask=mask, tokenizer=Bytes(), **values))
-    assert [text for _, _, text in seen.tokens] == ["n", "\u25ab", "é", "x"]
-
-
 def test_tokens_that_do_not_count_are_shown_without_a_score() -> None:
     """Those of tools, between the tokens of the model."""
     ids = torch.tensor([[*b"abcde", 0, 0], [*b"xyz", 0, 0, 0, 0]])
