@@ -6,7 +6,6 @@ the weights with which the mean of the gradients over all cuts is the gradient o
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import transfer_queue as tq
 import verl_world
 from verl_world import Rewards, make_trainer, put_rollouts, rows_of, run_step
 
+from d3s_kernels import reference
 from d3s_kernels.integrations.verl.cuts import shortened
 
 D3S = "+trainer.v1.d3s_sync"
@@ -88,12 +88,11 @@ def weights_of(lengths: dict[str, int], seed: int = 0) -> dict[str, Tensor]:
     in the order of their names; outputs of a rollout have the same one."""
     names = sorted({key.rsplit("_", 1)[0] for key in lengths})
     generator = torch.Generator().manual_seed(2 * (1_000_003 * seed + 1) + 1)
-    draws = dict(zip(names, torch.rand(len(names), dtype=torch.float64, generator=generator).tolist(), strict=True))
+    draws = dict(zip(names, torch.rand(len(names), 1, dtype=torch.float64, generator=generator), strict=True))
     found = {}
     for key, length in lengths.items():
-        tokens = length - 1
-        cut = 1 + math.floor(draws[key.rsplit("_", 1)[0]] * tokens)
-        found[key] = torch.tensor([0.0] + [tokens / (tokens - t + 1) * (t <= cut) for t in range(1, length)])
+        mask = torch.arange(length)[None] > 0
+        found[key] = reference.random_prefixes(mask, 0.5, draws=draws[key.rsplit("_", 1)[0]]).weight[0]
     return found
 
 
@@ -177,24 +176,21 @@ def test_outputs_of_a_rollout_have_one_random_number(queue: None) -> None:
 def test_tokens_are_ranked_before_the_cuts_alone(queue: None) -> None:
     full, ours = Run(*EVERYTHING), Run(COMBINED, f"{D3S}.token_ratio_start=0.25")
     weights = weights_of(lengths_of(full))
-    entropies, scores = ours.trainer.actor_rollout_wg.entropies, []
-    for key, weight in weights.items():
-        before = [
-            (place, abs(ours.trainer._advantages[key]) * float(entropies[key][place])) for place in range(last(weight))
-        ]
-        scores += [(-score, key, place) for place, score in before[1:]]
-    kept = {(key, place) for _, key, place in sorted(scores)[: math.ceil(0.25 * len(scores))]}
-    for key, weight in weights.items():
-        places = torch.tensor([(key, place) in kept for place in range(len(weight))])
+    sizes = [len(weight) for weight in weights.values()]
+    entropies = torch.cat([ours.trainer.actor_rollout_wg.entropies[key] for key in weights])
+    advantages = torch.tensor([ours.trainer._advantages[key] for key in weights])
+    of_tokens, before = advantages.repeat_interleave(torch.tensor(sizes)), torch.cat([*weights.values()]) > 0
+    kept = reference.select_tokens(entropies, of_tokens, 0.25, mask=before).mask
+    for (key, weight), places in zip(weights.items(), kept.split(sizes), strict=True):
         expected = full.gradients[key] * weight * places
         torch.testing.assert_close(ours.gradients[key], expected, rtol=1e-4, atol=1e-7)
         assert ours.lengths["old"][key] == last(weight)
         assert ours.lengths["update"][key] == (last(places) if places.any() else 1)
-    assert ours.metrics["d3s/tokens_kept"] == len(kept)
+    assert ours.metrics["d3s/tokens_kept"] == kept.sum()
     assert ours.metrics["d3s/token_share_asked"] == pytest.approx(0.125)
     everything = sum(len(weight) - 1 for weight in weights.values())
-    assert ours.metrics["d3s/token_share"] == pytest.approx(len(kept) / everything)
-    assert ours.metrics["d3s/head_rows_not_computed"] == everything - len(kept)
+    assert ours.metrics["d3s/token_share"] == pytest.approx(int(kept.sum()) / everything)
+    assert ours.metrics["d3s/head_rows_not_computed"] == everything - kept.sum()
     assert "d3s/off_policy_share" not in ours.metrics
 
 

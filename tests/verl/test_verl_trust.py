@@ -33,32 +33,34 @@ def near(rows: int = 12, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, sampled, mask
 
 
-REJECTIONS = [
-    ("token_k1", "token_mask", 0.8, 1.3), ("seq_sum_k1", "sequence_mask", 0.3, 2.5),
-    ("seq_mean_k1", "geometric_mask", 0.9, 1.08),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "rule", "low", "high"), REJECTIONS)
-def test_rejections_of_verl(name: str, rule: Any, low: float, high: float) -> None:
-    """verl bounds q / p, so that its bounds are the inverse ones."""
-    logprob, sampled, mask = near()
-    theirs, _ = compute_rollout_rejection_mask(logprob - sampled, mask.long(), name, f"{1 / high}_{1 / low}")
-    ours = trusted_tokens(logprob, sampled, rule, low=low, high=high, mask=mask)
-    assert ours.mask.equal(theirs.bool())
-    assert 0 < ours.count < mask.sum()
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
-    ("bounds", "way", "low", "high"), [("0.7_1.4", "mask", 0.7, 1.4), ("1.4", "truncate", 0.0, 1.4)]
+    ("name", "bounds", "rule", "low", "high"),
+    [
+        (
+            "token_k1",
+            f"{1 / 1.3}_{1 / 0.8}",
+            "token_mask",
+            0.8,
+            1.3,
+        ),  # verl bounds q / p: its bounds are the inverse ones
+        ("seq_sum_k1", f"{1 / 2.5}_{1 / 0.3}", "sequence_mask", 0.3, 2.5),
+        ("seq_mean_k1", f"{1 / 1.08}_{1 / 0.9}", "geometric_mask", 0.9, 1.08),
+        ("token", "0.7_1.4", "token_mask", 0.7, 1.4),
+        ("token", "1.4", "token_truncate", 0.0, 1.4),
+        ("sequence", "0.7_1.4", "sequence_mask", 0.7, 1.4),
+        ("sequence", "1.4", "sequence_truncate", 0.0, 1.4),
+    ],
 )
-def test_weights_of_verl(level: str, bounds: str, way: str, low: float, high: float) -> None:
+def test_rejections_and_weights_of_verl(name: str, bounds: str, rule: Any, low: float, high: float) -> None:
     logprob, sampled, mask = near()
-    theirs, _ = compute_rollout_correction_weights(logprob - sampled, mask.long(), level, bounds)
-    ours = trusted_tokens(logprob, sampled, f"{level}_{way}", low=low, high=high, mask=mask)  # type: ignore[arg-type]
-    torch.testing.assert_close(ours.weight, theirs, rtol=1e-5, atol=1e-7)
-    assert (0 < ours.count < mask.sum()) == (way == "mask")
+    ours = trusted_tokens(logprob, sampled, rule, low=low, high=high, mask=mask)
+    if "_" in name:
+        theirs, _ = compute_rollout_rejection_mask(logprob - sampled, mask.long(), name, bounds)
+        assert ours.mask.equal(theirs.bool())
+    else:
+        theirs, _ = compute_rollout_correction_weights(logprob - sampled, mask.long(), name, bounds)
+        torch.testing.assert_close(ours.weight, theirs, rtol=1e-5, atol=1e-7)
+    assert (0 < ours.count < mask.sum()) == rule.endswith("_mask")
 
 
 # ---- the trainer mode ------------------------------------------------------------------------------------------------
