@@ -235,6 +235,7 @@ def test_lines_of_random_tokens() -> None:
     drawn = torch.stack([run("Clip-Cov", dict(values)) for _ in range(30)])
     assert (drawn.sum((1, 2)) == 1).all()
     assert not (drawn & ~among).any()
+    assert not run("Clip-Cov", values | {"c": torch.zeros(6, 40)}).any()
 
 
 def test_trls_quantile_keeps_as_many_up_to_rounding() -> None:
