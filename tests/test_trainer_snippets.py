@@ -28,11 +28,11 @@ GROUPS, GROUP, KEEP, RATIO = 4, 6, 2, 0.25
 
 
 @contextmanager
-def choosing(ratio: float = RATIO, **options: Any) -> Iterator[None]:
+def choosing() -> Iterator[None]:
     """The snippets choose with other numbers than the page's."""
-    ends = {"rollouts_start": KEEP, "rollouts_end": KEEP, "token_ratio_start": ratio, "token_ratio_end": ratio}
+    ends = {"rollouts_start": KEEP, "rollouts_end": KEEP, "token_ratio_start": RATIO, "token_ratio_end": RATIO}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SNIPPETS, "selection", d3s.Selection(**ends | options))
+        patch.setitem(SNIPPETS, "selection", d3s.Selection(**ends))
         yield
 
 
@@ -82,23 +82,6 @@ def padded(rows: int, width: int) -> dict[str, Tensor]:
     }
 
 
-def small_share_rank(ranks: Ranks) -> None:
-    """The tokens of the whole batch, cut into micro-batches: KL-Cov's share of 8,192 is less than one in each."""
-    torch.manual_seed(0)
-    batch = torch.rand(16, 512), torch.randn(16), torch.ones(16, 512, dtype=torch.long)
-    own = [values.chunk(2)[ranks.rank] for values in batch]
-    with choosing(2e-4):
-        masks = SNIPPETS["masks_of_micro_batches"](*own, 4, process_group=ranks.group)
-    assert [tuple(mask.shape) for mask in masks] == [(2, 512)] * 4
-    expected = reference.select_tokens(batch[0], batch[1], 2e-4).mask
-    assert expected.sum() == 2
-    assert torch.equal(torch.cat(masks), expected.chunk(2)[ranks.rank])
-
-
-def test_a_small_share_is_of_the_batch_of_all_ranks() -> None:
-    world(2).run(small_share_rank)
-
-
 def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     """AReaL's; its options are keywords."""
     return logprobs, entropy, input_data, options
@@ -116,6 +99,9 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
         own["logprob"].requires_grad_()
         result = SNIPPETS["keep_tokens"](*own.values(), process_group=ranks.group)
         check_gradient(result, own["logprob"], kept[begin:end])
+        before_update = own["entropy"], own["advantages"], own["mask"]
+        masks = SNIPPETS["masks_of_micro_batches"](*before_update, 2, process_group=ranks.group)
+        assert [mask.equal(part) for mask, part in zip(masks, kept[begin:end].chunk(2), strict=True)] == [True] * 2
 
         lengths = own["mask"].sum(1)
         packed = {name: value.detach()[own["mask"]] for name, value in own.items()}
