@@ -99,7 +99,7 @@ WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # Tests that other targets run.
-OF_DEMO := test_demo.py test_learning.py test_pictures.py
+OF_DEMO := test_demo.py test_learning.py
 ELSEWHERE := binaries verl swift $(OF_DEMO) $(if $(HAS_GPU),,cuda)
 
 test: setup  ## what shows that the library works on this machine: every op on every back-end, ranks, TRL
@@ -118,7 +118,7 @@ test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code
 	$(STAGE) 'CUDA kernels, compiled where there is nvcc' $(INSTALL) $(BUILD_OPTIONS)
 	$(BIN)/python $(PYTEST) tests/binaries
 
-test-demo: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## the demo, the experiment and the pictures, at full strength
+test-demo: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## the demo and the experiment, at full strength
 	D3S_TEST_ALL=1 $(BIN)/python $(PYTEST) $(OF_DEMO:%=tests/%)
 
 # Where there is what it takes; its own environment is downloaded once.

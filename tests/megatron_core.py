@@ -1,11 +1,15 @@
-"""A stand-in for parts of megatron-core, on the groups of ranks without a GPU. Written from 0.16.1."""
+"""A stand-in for parts of megatron-core, on the groups of ranks without a GPU. Written from 0.16.1. And the recipes of
+examples/trainers, for which parts of a trainer are installed likewise.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +69,13 @@ def installed(modules: dict[str, Any]) -> Iterator[None]:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         yield
+
+
+def recipe(name: str, modules: dict[str, Any]) -> ModuleType:
+    """A recipe, imported under its name beside these modules."""
+    path = Path(__file__).parents[1] / "examples" / "trainers" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    with installed(modules):
+        spec.loader.exec_module(module)
+    return module

@@ -122,19 +122,6 @@ def test_the_report_names_a_gpu_without_code(
     assert f"cuda:0: a GPU; {device['explanation']}\n" in text
 
 
-def test_every_field_of_the_json_is_documented(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
-
-    def names(value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            of_others = {*d3s.build_info(), *WORST, *backends.BACKENDS}
-            yield from (name for name in value if name not in of_others)
-        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            yield from names(part)
-
-    assert not [name for name in set(names(as_json(capsys, 0))) if f"`{name}`" not in page]
-
-
 def test_the_report_as_text_is_the_same_by_every_command(
     found: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,16 +131,6 @@ def test_the_report_as_text_is_the_same_by_every_command(
     assert first == second == third
     *_, entropy, topk_mask = map(str.split, first.splitlines())
     assert (entropy, topk_mask) == (["entropy", "0.10", "0.10"], ["topk_mask", "equal", "equal"])
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], *([name, "--help"] for name in commands.COMMANDS)):
-        with pytest.raises(SystemExit) as end:
-            commands.main(arguments)
-        said = capsys.readouterr().out
-        assert end.value.code == 0
-        assert said.startswith(" ".join(["usage: d3s", *arguments[:-1]]))
-        assert len(arguments) > 1 or all(f"d3s {name}  " in said for name in commands.COMMANDS)
 
 
 def test_errors_name_the_argument(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,19 +54,3 @@ def test_asynchronous_trl(tmp_path: Path) -> None:
     assert float(steps[-1][1]) > float(steps[0][1])
     assert int(generated[1]) >= 4 * int(generated[5]) == 4 * 40 * 32
     assert all(float(seconds) >= 0 for seconds in (waited[1], waited[6], waited[12]))
-
-
-def test_scripts_are_short() -> None:
-    scripts = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")]
-    assert {path.name for path in scripts} == {
-        "async_trl_d3s.py",
-        "demo.py",
-        "own_loop.py",
-        "trl_d3s.py",
-        "verl_d3s.sh",
-    }
-    recipes = list((EXAMPLES / "trainers").glob("*.py"))
-    assert {path.name for path in recipes} == {
-        f"d3s_{name}.py" for name in ("miles", "nemo_rl", "openrlhf", "prime_rl", "slime")
-    }
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 130 for path in scripts + recipes)

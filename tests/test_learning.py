@@ -1,40 +1,29 @@
-"""The learning experiment: its task, its update, its prices and what it concludes. CI runs all stages, with --short."""
+"""The learning experiment: its task, its update, and the reports of its kept runs. CI runs all stages, with --short."""
 
 from __future__ import annotations
 
 import copy
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import d3s_kernels as d3s
-
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.learning import chains, comparison, policy, problems, records, report, stages  # noqa: E402
-from experiments.learning.__main__ import main  # noqa: E402
+from experiments.learning import comparison, policy, problems, report, stages  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
-from experiments.learning.ledger import Counts, Prices  # noqa: E402
-from experiments.learning.pricings import pricings  # noqa: E402
-from experiments.learning.records import Run  # noqa: E402
+from experiments.learning.ledger import Counts  # noqa: E402
 from experiments.learning.rewards import ends_in  # noqa: E402
-from experiments.learning.run import Job, Point, train  # noqa: E402
-from experiments.learning.setting import Setting  # noqa: E402
 from experiments.learning.setting import load as load_setting  # noqa: E402
-from experiments.learning.statistics import mean_until, paired, reached, student_quantile, time_to  # noqa: E402
 from experiments.learning.update import add_gradient  # noqa: E402
 
 PROBLEM = problems.of_chains()
 ARMS = arms(8, 4)
-FRESH = {name: arm for name, arm in ARMS.items() if not arm.staleness}
-ONE = Prices(1.0, 0.0, 0.0, 0.0, 0.0)  # a clock that counts generated tokens
 
 
 @pytest.fixture
@@ -54,20 +43,6 @@ def batch(model: torch.nn.Module, count: int = 8) -> tuple[Rollouts, torch.Tenso
 
 
 # ---- the task --------------------------------------------------------------------------------------------------------
-
-
-def test_chains_are_worked_out_rightly() -> None:
-    for made in chains.chains(200, chains.SHORT, seed=3):
-        first, *rest = made["prompt"].removesuffix(" :").split()
-        result = int(first)
-        for sign, operand in zip(rest[::2], rest[1::2], strict=True):
-            result = {"+": result + int(operand), "-": result - int(operand), "*": result * int(operand)}[sign] % 10
-        assert made["answer"] == str(result)
-        steps = [step.split() for step in made["work"].split(" ; ")]
-        assert [step[1:3] for step in steps] == [list(pair) for pair in zip(rest[::2], rest[1::2], strict=True)]
-        assert [step[0] for step in steps[1:]] == [step[4] for step in steps[:-1]]
-        assert ends_in(made["work"], made["answer"])
-        assert len(PROBLEM.tokenizer(made["work"]).input_ids) < PROBLEM.longest
 
 
 def test_held_out_prompts_are_not_trained_on() -> None:
@@ -146,18 +121,6 @@ def test_grpo_trains_on_all_tokens(model: torch.nn.Module) -> None:
     assert update.positive == int((made.completion_mask & (grpo_advantages(found) > 0).view(-1, 1)).sum())
 
 
-def test_pods_keeps_the_largest_variance_and_its_advantages(model: torch.nn.Module) -> None:
-    made, found = batch(model)
-    found[1] = torch.tensor([0.0, 1, 1, 1, 1, 1, 1, 1])
-    arm = ARMS["PODS"]
-    add_gradient(model, made, found, arm, arm.schedule(0.0), torch.Generator())
-    chosen = d3s.select_rollouts(found, 4, scope="group")
-    assert found[1][chosen[1]].tolist() == [0, 1, 1, 1]  # the one that failed is among them
-    own = grpo_advantages(found[chosen].view(3, 4)).flatten()
-    rows = made.rows(chosen.flatten().nonzero().squeeze(1))
-    assert_gradient(model, by_hand(model, rows, own, rows.completion_mask))
-
-
 @pytest.mark.parametrize("micro_batch", [None, 5])
 def test_d3s_trains_on_the_tokens_of_the_largest_score(model: torch.nn.Module, micro_batch: int | None) -> None:
     """In a micro-batch of its own, each keeps its share."""
@@ -197,19 +160,6 @@ def log_ratio(model: torch.nn.Module, made: Rollouts) -> torch.Tensor:
     return logits.log_softmax(-1).gather(2, made.completion.unsqueeze(2)).squeeze(2) - made.logprob
 
 
-def test_fresh_samples_have_their_log_probabilities_and_a_ratio_of_1(model: torch.nn.Module) -> None:
-    """So the loss of old samples has the gradient of the others where nothing is old."""
-    made, found = batch(model)
-    ratios = log_ratio(model, made)[made.completion_mask].exp()
-    torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-4)
-    for name in ("GRPO-8, 3 old", "GRPO-8, 3 old, IcePop"):
-        model.zero_grad()
-        arm = ARMS[name]
-        update = add_gradient(model, made, found, arm, arm.schedule(0.0), torch.Generator())
-        assert_gradient(model, by_hand(model, made, grpo_advantages(found).flatten(), made.completion_mask))
-        assert update.counts.kept == int(made.completion_mask.sum())
-
-
 def test_old_samples_have_the_clipped_ratio_of_ppo(model: torch.nn.Module) -> None:
     made, found = batch(model)
     later, arm = moved(model), ARMS["GRPO-8, 3 old"]
@@ -221,117 +171,7 @@ def test_old_samples_have_the_clipped_ratio_of_ppo(model: torch.nn.Module) -> No
     assert_gradient(later, list(torch.autograd.grad(loss, list(later.parameters()))))
 
 
-def test_icepop_leaves_out_what_is_too_far_and_weighs_the_rest(model: torch.nn.Module) -> None:
-    made, found = batch(model)
-    later, arm = moved(model), ARMS["GRPO-8, 3 old, IcePop"]
-    update = add_gradient(later, made, found, arm, arm.schedule(0.0), torch.Generator())
-    logs = log_ratio(later, made)
-    weight = logs.detach().exp()
-    mask = made.completion_mask & (weight >= 0.5) & (weight <= 5)
-    assert 0 < int(mask.sum()) == update.counts.kept < 0.99 * int(made.completion_mask.sum())
-    loss = -(weight * grpo_advantages(found).view(-1, 1) * logs)[mask].mean()
-    assert_gradient(later, list(torch.autograd.grad(loss, list(later.parameters()))))
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow("that an experiment can be run again; `make learn` runs one")
-def test_a_run_is_reproducible_to_the_bit_and_lasts_for_its_priced_time(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, prompts=1, evaluations=2, held_out=1)
-    prices, job = Prices(1e-3, 0.0, 1e-3, 0.0, 0.5), Job("D3S, random tokens", 1e-3, 7)
-
-    def once() -> list[Point]:
-        torch.manual_seed(0)
-        start = policy.new_model(PROBLEM.tokenizer)
-        return train(setting, PROBLEM, start, ARMS[job.arm], job, prices, horizon=3.0)
-
-    first, second = once(), once()
-    assert first == second
-    assert prices.of(first[-2].counts) < 3.0 <= prices.of(first[-1].counts)
-    assert [point.longer_first is None for point in first] == [False, True, False]
-    path = tmp_path / "curves.csv"
-    for made in (Run(job, first), Run(Job("D3S", 1e-3, 7), second)):
-        records.append(path, made)
-    (read, other) = records.load(path)
-    assert (read.job, len(read.points), other.job.arm) == (job, len(first), "D3S")
-    assert [point.counts for point in read.points] == [point.counts for point in first]
-
-
-def test_prices() -> None:
-    counts = Counts(generated=100, scored=10, updated=200, kept=50, steps=2)
-    prices = Prices(1.0, 2.0, 3.0, 4.0, 5.0)
-    assert prices.of(counts) == 100 + 20 + 600 + 200 + 10
-    assert prices.with_generation_at(0.4, counts).of(counts) == pytest.approx(1.4 * 830)
-    grpo = Counts(generated=100, updated=150, kept=100, steps=1)
-    by_name = pricings(prices, grpo)
-    of_7b = by_name["a 7B model's head and body, generation at 1"]
-    assert of_7b.kept * 100 / of_7b.of_update(grpo) == pytest.approx(0.545 / 7.07)
-    assert of_7b.of(grpo) == pytest.approx(2 * of_7b.of_update(grpo))
-
-
 # ---- what is concluded -----------------------------------------------------------------------------------------------
-
-
-def run_of(*values: float) -> Run:
-    return Run(Job("D3S", 1e-4, 0), [Point(Counts(generated=10 * i), 0, v, 1.0) for i, v in enumerate(values)])
-
-
-def test_measures_of_a_run() -> None:
-    run = run_of(0.2, 0.4, 0.3, 0.5)
-    assert reached(run, ONE.of, 15) == pytest.approx(0.35)
-    assert mean_until(run, ONE.of, 15) == pytest.approx((0.3 * 10 + 0.375 * 5) / 15)
-    assert mean_until(run, ONE.of, 30) == pytest.approx((0.3 + 0.35 + 0.4) / 3)
-    assert time_to(run, ONE.of, 0.1) == 0
-    assert time_to(run, ONE.of, 0.4) == pytest.approx(10)  # the first time
-    assert time_to(run, ONE.of, 0.45) == pytest.approx(27.5)
-    assert time_to(run, ONE.of, 0.6) is None
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (9, 2.262), (30, 2.042)])
-def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
-    assert student_quantile(freedom, 0.95) == pytest.approx(quantile, abs=5e-3)
-
-
-def test_differences_are_paired_and_widened_for_the_comparisons() -> None:
-    theirs = [0.1, 0.5, 0.3, 0.9, 0.2]
-    ours = [x + d for x, d in zip(theirs, (0.1, 0.12, 0.09, 0.11, 0.08), strict=True)]
-    one, six = paired(ours, theirs, 1), paired(ours, theirs, 6)
-    assert one.mean == pytest.approx(0.1)
-    assert one.half_width == pytest.approx(2.776 * math.sqrt(0.00025 / 5), rel=1e-3)
-    assert six.half_width == pytest.approx(4.851 * math.sqrt(0.00025 / 5), rel=2e-3)  # of 99.17 %
-    assert one.decided
-    assert not paired([0.2, 0.4, 0.4, 0.8, 0.25], theirs, 1).decided
-    assert not paired([0.5], [0.1], 1).decided  # one seed
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    for arguments, message in (
-        (["--model", "."], "--model: needs --dataset too"),
-        (["--dataset", "README.md", "--model", "."], "--model: . has no config.json"),
-        (["--few", "64"], "--few: got 64; takes at most --many, 32"),
-        (["--enough", "30"], "--enough: got 30; takes a share above 0, up to 1"),
-        (["--arms", "PPO"], "--arms: got PPO; takes some of: GRPO-32; GRPO-8; random 8 of 32; PODS"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["learning", "run", *arguments])
-        with pytest.raises(SystemExit):
-            main()
-        assert message in capsys.readouterr().err
-
-
-def test_a_folder_is_of_one_setting(tmp_path: Path) -> None:
-    mine = Setting(tmp_path / "mine", strict=True, dataset=Path("tasks.jsonl"))
-    mine.keep()
-    assert load_setting(mine.folder) == mine
-    replace(mine, jobs=4).keep()
-    with pytest.raises(ValueError, match=r"--few: got 4; .* has runs with 8, and takes this, or give another --folder"):
-        replace(mine, few=4).keep()
-    assert load_setting(mine.folder) == mine
-
 
 RESULTS = sorted(path.parent for path in (ROOT / "experiments/learning/results").rglob("learning.md"))
 

@@ -1,13 +1,10 @@
-"""The page of selected tokens: what it shows, that text stays text, and what it refuses. tests/test_page_in_browser.py
-opens it in a browser.
-"""
+"""The page of selected tokens: what it shows, that text stays text, and what it refuses."""
 
 from __future__ import annotations
 
 import html
 import math
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
@@ -15,11 +12,68 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from page_batch import HIDDEN, HOSTILE, Bytes, batch, decode, hostile_batch
 
 import d3s_kernels as d3s
 from d3s_kernels.report.render import darkest_from, shade
 from d3s_kernels.report.text import token_texts
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '<img src=x onerror="document.title=1">',
+    "</div></article></main><style>*{display:none}</style>",
+    '"onmouseover="alert(1)',
+    "--><!-- ]]> &lt;b&gt; &#60;",
+    "abc\u202edcba\u202c \u2066isolated\u2069 \u200f\u200e\u061c",  # marks of the writing direction
+    "\x00\x07\x1b[31m\x7f\x85\u2028\u2029\ufeff\u200b",  # control characters and invisible ones
+    "\U000e0041\U000e0042 hidden tags, \u00ad\u034f\u180e\u2060\u3164\ufff9\U000e0101 and more that is not seen",
+    "a\ud800b",  # half of a pair
+    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",  # Arabic and Hebrew
+    "z" + "\u0335\u0321\u0322" * 40,  # stacked marks
+    "x" * 3000,  # a word without an end
+]
+
+
+# Characters that would be invisible, or would change the text around them. (Written out here, not taken from the code.)
+HIDDEN = (
+    "\x00\x07\x1b\x7f\x85\u00ad\u034f\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202c\u202e\u2060\u2066\u2069\u3164\ufeff\ufff9"
+    "\ud800\U000e0041\U000e0042\U000e0101"
+)
+
+
+def decode(ids: list[int]) -> str:
+    """The text of bytes of UTF-8."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8, as those of byte-level BPE partly are."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not skip_special_tokens
+        assert not clean_up_tokenization_spaces  # else spaces between tokens would vanish
+        return decode(ids)
+
+
+Batch = tuple[list[str], list[list[str]], dict[str, Any]]
+
+
+def batch(groups: int, group: int, tokens: int, *, lengths: list[int] | None = None, all_kept: bool = False) -> Batch:
+    """Prompts, the texts of tokens, and the other arguments of a page: random ones of fitting shapes."""
+    rollouts = groups * group
+    if lengths is None:
+        lengths = torch.randint(tokens if all_kept else tokens // 2, tokens + 1, (rollouts,)).tolist()
+    words = [" the", " num", "ber", " is", " 4", "2", ".", " because", " we", "\n", "<", " é"]
+    texts = [[words[i] for i in torch.randint(len(words), (length,)).tolist()] for length in lengths]
+    kept = torch.rand(rollouts) < (1 if all_kept else 0.5)
+    valid = (torch.arange(tokens) < torch.tensor(lengths)[:, None]) & kept[:, None]
+    values = {
+        "kept_tokens": valid & (torch.rand(rollouts, tokens) < 0.3),
+        "entropy": torch.rand(rollouts, tokens) * 3,
+        "advantages": torch.randn(groups, group).abs() * (-1.0) ** torch.arange(rollouts).view(groups, group),
+        "rewards": torch.rand(groups, group),
+        "kept_rollouts": kept.view(groups, group),
+    }
+    return [f"Question {number}?" for number in range(groups)], texts, values
 
 
 class Seen(HTMLParser):
@@ -77,23 +131,18 @@ def test_marks_shades_and_numbers_are_those_of_the_tensors() -> None:
     assert seen.tags.count("details") == int((~kept).sum())
     page = d3s.selection_page(prompts, texts, **values)
     assert "Score of a token, |advantage| x entropy: 0" in page
+    assert not re.search(r"\b(?:src|href)=|url\(|://", page)  # nothing else is loaded
     fewer = {name: values[name][kept] for name in ("kept_tokens", "entropy")}  # rows of the kept rollouts alone
     assert d3s.selection_page(prompts, texts, **(values | fewer)) == page
 
 
-def test_any_score_instead_of_the_default() -> None:
-    prompts, texts, values = batch(groups=1, group=2, tokens=4)
-    page = d3s.selection_page(prompts, texts, values["kept_tokens"], scores=torch.full((2, 4), 0.25))
-    assert {attributes["data-s"] for _, attributes, _ in Seen(page).tokens} == {"0.25"}
-    assert all("data-h" not in attributes for _, attributes, _ in Seen(page).tokens)
-    assert "|advantage| x entropy" not in page
-
-
-def test_scores_that_are_not_finite_are_shown_as_they_are() -> None:
+def test_any_scores_instead_of_the_default() -> None:
     scores = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1.0]])
-    page = d3s.selection_page(["?"], [["a", "b", "c", "d"]], torch.zeros(1, 4, dtype=torch.bool), scores=scores)
+    page = d3s.selection_page(["?"], [["a", "b", "c", "d"]], torch.zeros(1, 4).bool(), scores=scores)
     shades = [(attributes["class"], attributes["data-s"]) for _, attributes, _ in Seen(page).tokens]
     assert shades == [("s0", "nan"), ("s9", "inf"), ("s0", "-inf"), ("s9", "1")]
+    assert "data-h=" not in page
+    assert "|advantage| x entropy" not in page
 
 
 def test_an_empty_completion_and_no_kept_rollout() -> None:
@@ -106,7 +155,8 @@ def test_an_empty_completion_and_no_kept_rollout() -> None:
 
 
 def test_hostile_text_stays_text() -> None:
-    prompts, texts, values = hostile_batch()
+    _, _, values = batch(groups=len(HOSTILE), group=2, tokens=2)
+    prompts, texts = list(HOSTILE), [[text, text] for text in HOSTILE for _ in range(2)]
     harmless = Seen(d3s.selection_page(["x"] * len(prompts), [["x", "x"]] * len(texts), **values))
     page = d3s.selection_page(prompts, texts, title=HOSTILE[0], **values)
     assert Seen(page).tags == harmless.tags  # not one element more
@@ -156,14 +206,6 @@ def test_a_space_that_the_tokenizer_drops_at_the_start_is_kept_between_tokens() 
     assert token_texts(decode, [0, 1, 2, 3]) == ["the", " end", "s", " ."]
 
 
-def test_token_ids_with_a_mask() -> None:
-    ids = torch.tensor([[*"né".encode(), 0], [*b"x", 0, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    values = {"kept_tokens": torch.zeros(2, 4).bool(), "scores": torch.ones(2, 4)}
-    seen = Seen(d3s.selection_page(["?"], ids, mask=mask, tokenizer=Bytes(), **values))
-    assert [text for _, _, text in seen.tokens] == ["n", "\u25ab", "é", "x"]
-
-
 def test_tokens_that_do_not_count_are_shown_without_a_score() -> None:
     """Those of tools, between the tokens of the model."""
     ids = torch.tensor([[*b"abcde", 0, 0], [*b"xyz", 0, 0, 0, 0]])
@@ -187,8 +229,7 @@ def test_tokens_that_do_not_count_are_shown_without_a_score() -> None:
 def test_entropies_that_are_not_known_are_not_shown() -> None:
     values = {"entropy": torch.tensor([[torch.nan, 1.0]]), "advantages": torch.zeros(1)}
     page = d3s.selection_page(["?"], [["a", "b"]], torch.zeros(1, 2).bool(), **values)
-    shown = {"class": "s0", "data-s": "0"}
-    assert [attributes for _, attributes, _ in Seen(page).tokens] == [shown, shown | {"data-h": "1"}]
+    assert [attributes.get("data-h") for _, attributes, _ in Seen(page).tokens] == [None, "1"]
     assert "none is above 0" in page
 
 
@@ -223,57 +264,36 @@ def test_the_middle_of_a_long_rollout_is_left_out() -> None:
 
 # ---- what it refuses -------------------------------------------------------------------------------------------------
 
-Change = Callable[[list[str], list[list[str]], dict[str, Any]], Any]
+# Two groups of two rollouts with five tokens each, the first of each group kept; and what is changed of it.
+REFUSED: dict[str, dict[str, Any]] = {
+    "prompts: got 3 for 4 rollouts": {"prompts": ["?"] * 3},
+    "prompts: got ": {"prompts": [3, "?"]},
+    "completions: got a list with int 3; takes integers": {"completions": [["a"], [3], ["a"], ["a"]]},
+    "completions: got list ['text', [": {"completions": ["text", ["a"], ["a"], ["a"]]},
+    "completions: got ": {"completions": iter([["a"]])},
+    "completions: got torch.float32 of shape [4, 5]; takes integers": {"completions": torch.zeros(4, 5)},
+    "tokenizer: got NoneType with token ids": {"completions": torch.zeros(4, 5).long()},
+    "completions: got the token id -100; takes ids of at least 0": {
+        "completions": torch.full((4, 5), -100), "tokenizer": Bytes(),
+    },
+    "title: got int; takes a text": {"title": 3},
+    "scores: got None without entropy and advantages": {"entropy": None},
+    "entropy: got shape [3, 5]; takes 4, or 2 ": {"entropy": torch.zeros(3, 5)},
+    "entropy: got list; takes a float tensor": {"entropy": [[1.0]]},
+    "advantages: got shape [3]; takes one value": {"advantages": torch.zeros(3)},
+    "rewards: got torch.int64; takes a float": {"rewards": torch.ones(4).long()},
+    "kept_tokens: got dtype torch.float32": {"kept_tokens": torch.ones(4, 5)},
+    "kept_tokens: got 10 in dropped rollouts or where ": {"kept_tokens": torch.ones(4, 5).bool()},
+    "longest: got 1; takes at least 2": {"longest": 1},
+    "mask: got shape [3, 5]; takes [4, 5]": {"mask": torch.ones(3, 5)},
+    "mask: got row 0 with a token after the 5 of its completion; takes 0 there": {"mask": torch.ones(4, 6)},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda p, t, v: p.append("?"), ValueError, "prompts: got 3 for 4 rollouts"),
-        (lambda p, t, v: p.__setitem__(0, 3), TypeError, "prompts: got"),
-        (lambda p, t, v: t[0].__setitem__(0, 3), TypeError, "completions: got a list with int 3; takes integers"),
-        (lambda p, t, v: t.__setitem__(0, "text"), TypeError, "completions: got list ['text', ["),
-        (lambda p, t, v: v.update(title=3), TypeError, "title: got int; takes a text"),
-        (lambda p, t, v: v.update(entropy=None), ValueError, "scores: got None without entropy and advantages"),
-        (lambda p, t, v: v.update(entropy=torch.zeros(3, 5)), ValueError, "entropy: got shape [3, 5]; takes 4, or 2 "),
-        (lambda p, t, v: v.update(entropy=[[1.0]]), TypeError, "entropy: got list; takes a float tensor"),
-        (lambda p, t, v: v.update(advantages=torch.zeros(3)), ValueError, "advantages: got shape [3]; takes one value"),
-        (lambda p, t, v: v.update(rewards=torch.ones(4).long()), TypeError, "rewards: got torch.int64; takes a float"),
-        (lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5)), ValueError, "kept_tokens: got dtype torch.float32"),
-        (lambda p, t, v: v["kept_tokens"].fill_(True), ValueError, "kept_tokens: got 10 in dropped rollouts or where "),
-        (lambda p, t, v: v.update(longest=1), ValueError, "longest: got 1; takes at least 2"),
-        (lambda p, t, v: v.update(mask=torch.ones(3, 5)), ValueError, "mask: got shape [3, 5]; takes [4, 5]"),
-        (
-            lambda p, t, v: v.update(mask=torch.ones(4, 6)),
-            ValueError,
-            "mask: got row 0 with a token after the 5 of its completion; takes 0 there",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(change: Change, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_arguments_are_named(message: str) -> None:
     prompts, texts, values = batch(groups=2, group=2, tokens=5, lengths=[5] * 4)
     values["kept_rollouts"] = torch.tensor([True, False, True, False])
     values["kept_tokens"] = values["kept_tokens"] & values["kept_rollouts"][:, None]
-    change(prompts, texts, values)
-    with pytest.raises(error, match=re.escape(message)):
-        d3s.selection_page(prompts, texts, **values)
-
-
-def test_token_ids_need_a_tokenizer() -> None:
-    values = {"kept_tokens": torch.zeros(1, 2).bool(), "scores": torch.zeros(1, 2)}
-    with pytest.raises(TypeError, match=r"tokenizer: got NoneType with token ids"):
-        d3s.selection_page(["?"], torch.zeros(1, 2).long(), **values)
-    with pytest.raises(TypeError, match=r"completions: got torch.float32 of shape \[1, 2\]; takes integers"):
-        d3s.selection_page(["?"], torch.zeros(1, 2), **values)
-    with pytest.raises(ValueError, match="completions: got the token id -100; takes ids of at least 0"):
-        d3s.selection_page(["?"], torch.tensor([[1, -100]]), tokenizer=Bytes(), **values)
-
-
-@pytest.mark.parametrize("wrong", [None, "text", 3, ["text"], [1, 2], [[1]], iter([["a"]])])
-def test_wrong_completions_and_prompts_are_named(wrong: Any) -> None:
-    arguments = {"kept_tokens": torch.zeros(1, 1).bool(), "scores": torch.zeros(1, 1)}
-    with pytest.raises(TypeError, match="completions: got "):
-        d3s.selection_page(["?"], wrong, **arguments)
-    if wrong != ["text"]:
-        with pytest.raises(TypeError, match="prompts: got "):
-            d3s.selection_page(wrong, [["a"]], **arguments)
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        d3s.selection_page(**{"prompts": prompts, "completions": texts, **values, **REFUSED[message]})

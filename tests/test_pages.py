@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import sys
@@ -54,25 +53,8 @@ def test_links_lead_somewhere_and_tables_have_at_most_five_columns(page: Path) -
         assert not anchor or anchor in anchors(file), target
 
 
-def test_the_first_page_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
-
-
-def test_every_page_is_in_the_index() -> None:
-    index = prose(ROOT / "docs" / "index.md")
-    assert [name for name in IDS if name.startswith("docs/") and f"({Path(name).name})" not in index] == [
-        "docs/index.md"
-    ]
-
-
 def test_pictures_are_what_the_library_chooses_and_the_results_say() -> None:
     assert pictures.outdated() == [], "run python tools/pictures.py"
-
-
-def test_the_newest_run_on_a_gpu_has_every_row_of_the_picture() -> None:
-    contests = results.newest()[0]["contests"]
-    shown = [(contest, peer) for rows in pictures.GROUPS.values() for _, contest, peer in rows]
-    assert not [(contest, peer) for contest, peer in shown if peer not in contests.get(contest, {})]
 
 
 @pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -203,43 +185,18 @@ def test_ranks_that_differ_choose_what_one_process_would() -> None:
 
 # ---- SECURITY.md -----------------------------------------------------------------------------------------------------
 
-# Calls that run what they read, or that send or receive pickles.
-RUNS_CODE = {
-    "eval", "exec", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
-    "send_object_list", "recv_object_list",
-}  # fmt: skip
-MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "socket", "http", "urllib", "requests"}
-
-
-def found_in(path: Path) -> set[str]:
-    """The modules that a file imports and the functions that it calls, of those above."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names} & MODULES
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names |= {(node.module or "").partition(".")[0]} & MODULES
-        elif isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            is_method = isinstance(node.func, ast.Attribute) and called in ("eval", "exec")  # model.eval()
-            names |= {called} & RUNS_CODE if not is_method else set()
-            if called == "load" and getattr(getattr(node.func, "value", None), "id", "") == "torch":
-                names.add("torch.load")
-    return names
+# What runs the code that it reads, or sends or receives pickles; `model.eval()` does neither.
+RUNS_CODE = re.compile(
+    r"(?:import|from) (?:c?[pP]ickle|dill|cloudpickle|marshal|shelve|socket|http|urllib|requests)\b"
+    r"|(?<![.\w])(?:eval|exec)\(|\btorch\.load\(|trust_remote_code"
+    r"|\b(?:all_gather_object|broadcast_object_list|gather_object|scatter_object_list|(?:send|recv)_object_list)\("
+)
 
 
 def test_nothing_is_unpickled_but_what_the_page_names() -> None:
-    found = {
-        path.relative_to(ROOT).as_posix(): names
-        for path in (ROOT / "d3s_kernels").rglob("*.py")
-        if (names := found_in(path))
+    files = list((ROOT / "d3s_kernels").rglob("*.py"))
+    found = {path.relative_to(ROOT).as_posix(): set(RUNS_CODE.findall(path.read_text("utf-8"))) for path in files}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        "d3s_kernels/integrations/trl/page.py": {"gather_object("},
+        "d3s_kernels/integrations/swift/trainer.py": {"gather_object("},
     }
-    assert found == {
-        "d3s_kernels/integrations/trl/page.py": {"gather_object"},
-        "d3s_kernels/integrations/swift/trainer.py": {"gather_object"},
-    }
-
-
-def test_no_model_brings_its_code() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "d3s_kernels").rglob("*.py")]
-    assert not any("trust_remote_code" in text for text in texts)

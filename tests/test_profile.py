@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,34 +133,33 @@ def test_a_profile_and_its_plan(command: Command, out: Path, capsys: Any) -> Non
     assert plan_rollouts(successes, samples).phase.shape == (QUERIES,)
     never, always = (successes == 0).sum(), (successes == 8).sum()
     assert f"{QUERIES} queries, {never} never solved, {always} always" in capsys.readouterr().out
-    assert main(command(seed=1, out=out.with_name("other.jsonl"))) == 0
-    assert records(out.with_name("other.jsonl")) != found
+    for changed, same in (({"seed": 1}, False), ({"reward": f"{out.with_name('rewards.py')}:later"}, True)):
+        other = out.with_name(f"{same}.jsonl")
+        assert main(command(**changed, out=other)) == 0
+        assert (records(other) == found) is same
 
 
 def test_interrupted_and_resumed(command: Command, out: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Interrupted when the line of a query is there, in the middle of a block too, and with a line half written.
-
-    It goes on with another batch size: no two tokens of this model tie.
-    """
+    """Interrupted in the middle of a block, and with a line half written. It goes on with another batch size: no two
+    tokens of this model tie."""
     assert main(command()) == 0
     whole = out.read_bytes()
-    for after in (0, 1, 4, 6):
-        out.unlink()
+    out.unlink()
 
-        def until(*arguments: Any, after: int = after) -> list[float]:
-            if len(records(out)) == after:
-                raise KeyboardInterrupt
-            return score(*arguments)
+    def until(*arguments: Any) -> list[float]:
+        if len(records(out)) == 4:
+            raise KeyboardInterrupt
+        return score(*arguments)
 
-        with monkeypatch.context() as patched:
-            patched.setattr("d3s_kernels.planning.profile.run.score", until)
-            assert main(command()) == 130
-        assert f"stopped after {after} of {QUERIES} queries" in capsys.readouterr().err
-        part = out.read_bytes()
-        assert part == b"".join(whole.splitlines(keepends=True)[: after + 1])
-        out.write_bytes(part + b'{"index": 1, "succ')
-        assert main(command(**{"batch-size": 5 if after % 2 == 0 else 16})) == 0
-        assert out.read_bytes() == whole
+    with monkeypatch.context() as patched:
+        patched.setattr("d3s_kernels.planning.profile.run.score", until)
+        assert main(command()) == 130
+    assert f"stopped after 4 of {QUERIES} queries" in capsys.readouterr().err
+    part = out.read_bytes()
+    assert part == b"".join(whole.splitlines(keepends=True)[:5])
+    out.write_bytes(part + b'{"index": 1, "succ')
+    assert main(command(**{"batch-size": 5})) == 0
+    assert out.read_bytes() == whole
     monkeypatch.setattr("d3s_kernels.planning.profile.run.score", None)  # of a finished one no query is scored again
     assert main(command()) == 0
     assert out.read_bytes() == whole
@@ -223,16 +221,6 @@ def test_a_dataset_by_name(command: Command, tmp_path: Path, out: Path) -> None:
     assert main(command()) == 0
     assert main(command(**{"dataset": folder, "prompt-column": "question", "out": tmp_path / "n.jsonl"})) == 0
     assert records(tmp_path / "n.jsonl") == records(out)
-
-
-@pytest.mark.slow("that it is found, and its bar seen, as a command; the tests above call what it calls")
-def test_as_a_command(command: Command, tmp_path: Path, out: Path) -> None:
-    """Runs with a reward module in its working directory that is not installed, and with a progress bar."""
-    arguments = [sys.executable, "-m", "d3s_kernels.planning.profile", *command(reward="rewards:later")]
-    ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert f"{QUERIES}/{QUERIES}" in ran.stderr
-    assert main(command(out=tmp_path / "here.jsonl")) == 0
-    assert records(out) == records(tmp_path / "here.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -341,17 +329,6 @@ def test_what_is_no_profile_is_left_alone(out: Path, content: str, message: str)
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_drawn_from_the_distribution() -> None:
-    logits = torch.tensor([2.0, -torch.inf, 0.5, -1.0, -torch.inf])
-    temperature, draws = 1.7, 20_000
-    rows = [random.Random(f"0/{row}") for row in range(draws)]
-    chosen = OwnNumbers(rows, temperature)(torch.zeros(draws, 1), logits.expand(draws, -1)).argmax(-1)
-    share = torch.bincount(chosen, minlength=5) / draws
-    expected = (logits / temperature).softmax(-1)
-    assert torch.all(share[expected == 0] == 0)
-    assert torch.all((share - expected).abs() < 5 * (expected * (1 - expected) / draws).sqrt() + 1e-9)
-
-
 @pytest.mark.parametrize("number", [0.0, math.nextafter(1, 0)])
 @given(first=st.integers(0, 99), possible=st.integers(1, 100))
 def test_the_extreme_numbers_draw_tokens_that_are_possible(number: float, first: int, possible: int) -> None:
@@ -369,7 +346,7 @@ def test_the_extreme_numbers_draw_tokens_that_are_possible(number: float, first:
 def test_a_completion_does_not_depend_on_its_neighbours(model_folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
-    sampler = Sampler(model, tokenizer, temperature=1.0, max_new_tokens=12, template={})
+    sampler = Sampler(model, tokenizer, temperature=1.7, max_new_tokens=12, template={})
     prompts = [sampler.prompt_ids(prompt) for prompt in ("a", "qrstu", "a")]
     together = sampler.completions(prompts, "abc")
     assert together == [sampler.completions([ids], key)[0] for ids, key in zip(prompts, "abc", strict=True)]
@@ -379,7 +356,8 @@ def test_a_completion_does_not_depend_on_its_neighbours(model_folder: Path) -> N
     assert all(EOS not in ids[:-1] and len(ids) <= 12 for ids in many)
     assert any(ids[-1] == EOS for ids in many)
     first = torch.bincount(torch.tensor([ids[0] for ids in many]), minlength=VOCABULARY) / 400
-    expected = model(torch.tensor([prompts[0]])).logits[0, -1].softmax(-1)  # not that of the model's generation_config
+    logits = model(torch.tensor([prompts[0]])).logits[0, -1]  # not scaled by the model's generation_config
+    expected = (logits / 1.7).softmax(-1)
     assert torch.all((first - expected).abs() < 5 * (expected * (1 - expected) / 400).sqrt() + 0.005)
 
 

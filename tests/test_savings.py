@@ -213,18 +213,6 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert [line.rstrip() for line in lines[: table.count("\n")]] == table.splitlines()
 
 
-def test_the_sentences_say_what_pays() -> None:
-    steps = {TRL: 1.0, NOTHING: 0.5, "rollouts": 0.35, "tokens in the update": 0.6, "rollouts + tokens known": 0.3}
-    nothing, best, little = savings._sentences(steps)
-    assert "a step is 0.50x of TRL's" in nothing
-    assert best == "Pays most: rollouts. A step is 0.35x of TRL's, 0.70x of that with nothing dropped."
-    assert "Does not pay: tokens in the update (-10 %); rollouts + tokens known (5 %)." in little
-    _, best, _ = savings._sentences(steps | {"rollouts": 0.45})
-    assert best.startswith("Pays most: rollouts + tokens known.")
-    _, best, _ = savings._sentences(steps | {"rollouts": 0.41, "rollouts + tokens known": 0.4})
-    assert best.startswith("Pays most: nothing dropped. A step is 0.50x of TRL's")
-
-
 def test_lengths_and_entropies_are_drawn_from_what_they_should_be() -> None:
     draw, draws = lengths_of("400,1024"), Random(0)
     lengths = [draw(draws) for _ in range(20000)]

@@ -10,19 +10,14 @@ import sys
 from pathlib import Path, PurePosixPath
 
 import pytest
-from browser import CHROMIUM, Browser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "site"))
-import names
 import site_pages
 from links import with_links
 from site_pages import all_menus, all_places, on_site
 
 ROOT = site_pages.ROOT
 WITH_SPHINX = Path(sys.prefix, "docs", "bin", "python")  # of `make docs`
-needs_sphinx = pytest.mark.skipif(not WITH_SPHINX.exists(), reason="needs Sphinx: make docs")
-PHONE = 390
 
 CODE_HOST = "https://host.invalid/project"
 
@@ -78,39 +73,14 @@ def test_links() -> None:
     assert with_links(text, str.upper) == "[a](X.MD) ![b](X.PNG)\n\n```python\nf[a](x)\n```\n\n[c](Y.MD)"
 
 
-def test_names_in_code() -> None:
-    for code, name in (
-        ("d3s.select_tokens(entropy, None, ratio)", "select_tokens"),
-        ("plan = d3s.plan_rollouts(successes, samples)", "plan_rollouts"),
-        ("d3s_kernels.integrations.trl.D3SConfig.schedule", "D3SConfig.schedule"),
-        ("entropy(logits)", "entropy"),
-        ("topk_mask", "topk_mask"),
-        ("entropy", None),
-        ("make docs", None),
-    ):
-        assert names.name_in(code) == name, code
-
-
-def test_napoleon_takes_no_words_for_a_type() -> None:
-    found = names.without_types("function", ["Sums.", "", "Returns:", "    int32: one."])
-    assert found == ["Sums.", "", ":returns:", "    int32: one."]
-    assert names.without_types("attribute", ["int32: tokens kept."]) == ["\\", "int32: tokens kept."]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    collect = [ROOT / "tools" / "site_pages.py", folder / "pages"]
+@pytest.mark.skipif(not WITH_SPHINX.exists(), reason="needs Sphinx: make docs")
+@pytest.mark.slow("that the API pages have no markup left over, and that guides lead to them")
+def test_docstrings_are_rendered(tmp_path: Path) -> None:
+    collect = [ROOT / "tools" / "site_pages.py", tmp_path / "pages"]
     build = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", ROOT / "docs" / "site"]
-    for command in (collect, [*build, folder / "pages", folder / "site"]):
+    for command in (collect, [*build, tmp_path / "pages", site := tmp_path / "site"]):
         done = subprocess.run([WITH_SPHINX, *command], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "site"
-
-
-@needs_sphinx
-@pytest.mark.slow("that the API pages have no markup left over, and that guides lead to them")
-def test_docstrings_are_rendered(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         text = html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
         assert not re.findall(r":(?:func|class|meth|mod|data|exc):`|``|=====|^ *(?:Args|Example):$", text, re.MULTILINE)
@@ -118,16 +88,3 @@ def test_docstrings_are_rendered(site: Path) -> None:
     assert 'id="d3s_kernels.select_tokens"' in tokens
     assert 'href="api/tokens.html#d3s_kernels.topk_mask"' in (site / "index.html").read_text(encoding="utf-8")
     assert re.search(r"<td><p>&quot;entropy_quantile&quot;</p></td>", tokens)
-
-
-@needs_sphinx
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.slow("that the pages can be read on a phone")
-def test_no_page_is_wider_than_a_phone(site: Path) -> None:
-    browser = Browser()
-    try:
-        for page in sorted(site.rglob("*.html")):
-            browser.open(page, PHONE, 800)
-            assert browser.value("document.documentElement.scrollWidth") <= PHONE, page
-    finally:
-        browser.close()

@@ -4,38 +4,25 @@ a GPU, so their loss is a stand-in that returns what it is given.
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_core import installed, parallel_state
+from megatron_core import installed, parallel_state, recipe
 from ranks import Ranks, world
 from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
 
-RECIPES = Path(__file__).parents[1] / "examples" / "trainers"
 GROUPS, GROUP, RATIO = 4, 6, 0.25
 LOSSES = [f"miles.backends.training_utils.{name}.losses" for name in ("loss_hub", "loss.hub")]  # at 31f1ca9, and newer
-
-
-def recipe(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def recipe_for_miles() -> ModuleType:
-    with installed({"d3s_slime": recipe("d3s_slime")}):  # which lies beside it
-        return recipe("d3s_miles")
+SLIME = recipe("d3s_slime", {})
+MILES = recipe("d3s_miles", {})  # beside the other
 
 
 class Sample:
@@ -61,18 +48,14 @@ def of_megatron(*ranks: Any, losses: str = LOSSES[0], **layout: Any) -> dict[str
     }
 
 
-@pytest.fixture
-def hooks() -> Iterator[ModuleType]:
-    """The recipe for slime on one rank; as in the trainers, its groups are groups of one."""
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in the trainers, its groups are groups of one."""
+    monkeypatch.setattr(MILES, "progress", None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with installed(of_megatron(dist.group.WORLD, 0, dist.group.WORLD)):
-        yield recipe("d3s_slime")
+        yield
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def miles(hooks: ModuleType) -> ModuleType:
-    return recipe_for_miles()
 
 
 def arguments(**options: Any) -> Namespace:
@@ -102,15 +85,13 @@ def spread_rewards() -> Tensor:
 
 
 @pytest.mark.parametrize(("estimator", "scale"), [("grpo", "group"), ("reinforce_plus_plus_baseline", "none")])
-def test_rollouts_are_dropped_in_place_and_keep_the_advantages_of_whole_groups(
-    hooks: ModuleType, estimator: str, scale: str
-) -> None:
+def test_rollouts_are_dropped_in_place_and_keep_the_advantages_of_whole_groups(estimator: str, scale: str) -> None:
     rewards, args = spread_rewards(), arguments(advantage_estimator=estimator)
     data = groups_of(rewards.tolist())
     everything = [sample for group in data for sample in group]
-    hooks.keep_rollouts(args, data)
+    SLIME.keep_rollouts(args, data)
     samples = [sample for group in data for sample in group]
-    raw, normalised = hooks.post_process_rewards(args, samples)
+    raw, normalised = SLIME.post_process_rewards(args, samples)
     advantages = reference.group_advantages(rewards, scale=scale, eps=1e-6)
     kept = reference.select_rollouts(advantages, 2).flatten()
     assert samples == [s for s, k in zip(everything, kept.tolist(), strict=True) if k]
@@ -120,43 +101,48 @@ def test_rollouts_are_dropped_in_place_and_keep_the_advantages_of_whole_groups(
     torch.testing.assert_close(torch.tensor(normalised), advantages.flatten()[kept].float(), rtol=1e-5, atol=1e-5)
 
 
-def test_groups_of_other_sizes_and_rollouts_of_several_samples(hooks: ModuleType) -> None:
+def test_groups_of_other_sizes_and_rollouts_of_several_samples() -> None:
     """A share is of the trainer's group of 6. 2 are the fewest, and 4 of all. All samples of a rollout are one."""
     scores = [[{"score": 0}, {"score": 1}, {"score": 2}], [{"score": 5}, {"score": 5}]]
     data = groups_of(scores)
     data[0][1] = [data[0][1], Sample(-1, {"score": 1}, {})]
     args = arguments(d3s_rollouts_start=0.2, d3s_rollouts_end=0.2, reward_key="score")
-    hooks.keep_rollouts(args, data)
+    SLIME.keep_rollouts(args, data)
     assert [len(group) for group in data] == [3, 1]
     one, other = data[0][1]
     assert one.metadata["d3s_advantage"] == other.metadata["d3s_advantage"]
     with pytest.raises(ValueError, match=r"reward: got \[0\.5, 1\.0\]; takes one for all samples of a rollout"):
-        hooks.keep_rollouts(arguments(), [[[Sample(0, 0.5, {}), Sample(1, 1.0, {})]]])
+        SLIME.keep_rollouts(arguments(), [[[Sample(0, 0.5, {}), Sample(1, 1.0, {})]]])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"d3s_rollouts_end": 3}, "d3s_rollouts_end: got 3; takes d3s_rollouts_start, which is 2: steps have a fixed"),
-        ({"d3s_rolouts": 8}, "d3s_rolouts: got 8, but it is no option; the options are d3s_rollouts_start, "),
         ({"advantage_estimator": "ppo"}, r"advantage_estimator: got 'ppo'; takes one of \('grpo', 'gspo'"),
         ({"rewards_normalization": False}, "disable_rewards_normalization: got True; takes False"),
         ({"log_passrate": True}, "log_passrate: got True; takes False"),
         ({"global_batch_size": 5}, "global_batch_size: got 5; takes a divisor of 8, the rollouts kept"),
     ],
 )
-def test_a_choice_of_rollouts_is_refused(hooks: ModuleType, options: dict[str, Any], message: str) -> None:
+def test_a_choice_of_rollouts_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hooks.keep_rollouts(arguments(**options), groups_of(spread_rewards().tolist()))
+        SLIME.keep_rollouts(arguments(**options), groups_of(spread_rewards().tolist()))
 
 
-def test_the_hook_for_rewards_is_refused_without_the_filter(hooks: ModuleType) -> None:
-    for path, message in (
-        (None, r"rollout_sample_filter_path: got None; takes d3s_slime\.keep_rollouts"),
-        ("d3s_slime.keep_rollouts", r"rollout_function_path: got 'my\.rollouts'; takes one that calls the sample"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            hooks.post_process_rewards(arguments(rollout_sample_filter_path=path), [Sample(0, 1.0, {})])
+@pytest.mark.parametrize(
+    ("hook", "options", "message"),
+    [
+        ("post_process_rewards", {"rollout_sample_filter_path": None}, "_path: got None; takes d3s_slime.keep_rollou"),
+        ("post_process_rewards", {}, r"rollout_function_path: got 'my\.rollouts'; takes one that calls the sample"),
+        ("choose_tokens", {"use_rollout_entropy": False}, "use_rollout_entropy: got False; takes True"),
+        ("choose_tokens", {"loss_type": "policy_loss"}, "loss_type: got 'policy_loss'; takes 'custom_loss', so that"),
+    ],
+)
+def test_hooks_of_slime_without_what_goes_before_are_refused(hook: str, options: Any, message: str) -> None:
+    given = {"post_process_rewards": ([Sample(0, 1.0, {})],), "choose_tokens": (0, batch_of()[0])}[hook]
+    with pytest.raises(ValueError, match=message):
+        getattr(SLIME, hook)(arguments(**options), *given)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -206,56 +192,54 @@ def expected(data: dict[str, Any], rows: Tensor, temperature: float = TEMPERATUR
     return kept
 
 
-def test_tokens_that_are_not_chosen_have_the_advantage_0(hooks: ModuleType, miles: ModuleType) -> None:
+def test_tokens_that_are_not_chosen_have_the_advantage_0() -> None:
     data, logits, rows = batch_of()
     kept, advantages = expected(data, rows), torch.cat(data["advantages"])
     assert not torch.equal(kept, expected(data, rows, temperature=1.0))
     given = with_entropy(data, rows)
-    hooks.choose_tokens(arguments(), 0, given)  # slime
+    SLIME.choose_tokens(arguments(), 0, given)  # slime
     torch.testing.assert_close(torch.cat(given["advantages"]), advantages * kept)
     assert [len(values) for values in given["advantages"]] == RESPONSES
     assert given["d3s/token_share"] == kept.sum() / torch.cat(data["loss_masks"]).sum()
     before = dict(data)
     for losses in LOSSES:
         with installed({LOSSES[0]: None, **of_megatron(dist.group.WORLD, 0, dist.group.WORLD, losses=losses)}):
-            found, metrics = miles.token_loss(arguments(), data, logits, Tensor.sum)
+            found, metrics = MILES.token_loss(arguments(), data, logits, Tensor.sum)
         torch.testing.assert_close(found, advantages * kept)
         assert metrics == {"loss": 1.0, "d3s/token_share": kept.sum()}
     assert all(data[name] is before[name] for name in before)  # a recomputed loss starts from the same batch
     args = arguments(d3s_token_ratio_start=0.1, d3s_token_ratio_end=0.9)
     for step, number in ((0, 2), (5, 8), (9, 12)):  # of 13 tokens: 0.1, 0.1 + 0.8 * 5 / 9, and 0.9 of them, rounded up
-        hooks.choose_tokens(args, step, given := with_entropy(data, rows))
-        miles.start_step(args, step, 0, [], None, None)  # as train_one_step calls it
-        _, metrics = miles.token_loss(args, data, logits, Tensor.sum)
+        SLIME.choose_tokens(args, step, given := with_entropy(data, rows))
+        MILES.start_step(args, step, 0, [], None, None)  # as train_one_step calls it
+        _, metrics = MILES.token_loss(args, data, logits, Tensor.sum)
         assert round(13 * float(given["d3s/token_share"])) == metrics["d3s/token_share"] == number
 
 
-HALF = {"d3s_token_ratio_start": 0.5, "d3s_token_ratio_end": 0.5}
-
-
-def test_cut_responses_and_off_policy_tokens_have_weights(hooks: ModuleType, miles: ModuleType) -> None:
+def test_weights_of_cut_responses_and_of_off_policy_tokens_multiply() -> None:
     data, logits, rows = batch_of()
     advantages, mask, offsets = *map(torch.cat, (data["advantages"], data["loss_masks"])), [0, *RESPONSES]
-    torch.manual_seed(1)  # some draws keep one token of each response, and the weight of a first token is 1
-    weight = d3s.random_prefixes(mask, 0.5, offsets=torch.tensor(offsets).cumsum(0)).weight
-    assert weight.max() > 1
-    torch.manual_seed(1)
-    given = with_entropy(data, rows)
-    hooks.choose_tokens(arguments(d3s_token_rule="prefix", **HALF), 0, given)
-    torch.testing.assert_close(torch.cat(given["advantages"]), advantages * weight)
-
     data["rollout_log_probs"] = [old + 0.5 * torch.randn(len(old)) for old in data["log_probs"]]
     rule = {"d3s_off_policy_rule": "token_mask", "d3s_off_policy_low": 0.7, "d3s_off_policy_high": 1.5}
     ratio = torch.cat([p - q for p, q in zip(data["log_probs"], data["rollout_log_probs"], strict=True)]).exp()
-    kept = expected(data, rows, among=(ratio >= 0.7) & (ratio <= 1.5))
-    found, _ = miles.token_loss(arguments(**rule), data, logits, Tensor.sum)
+    trusted = mask.bool() & (ratio >= 0.7) & (ratio <= 1.5)
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    weight = d3s.random_prefixes(trusted, 0.5, offsets=torch.tensor(offsets).cumsum(0)).weight
+    torch.manual_seed(seed)
+    given = with_entropy(data, rows)
+    SLIME.choose_tokens(arguments(**rule, **PREFIXES), 0, given)
+    torch.testing.assert_close(torch.cat(given["advantages"]), advantages * weight * torch.where(trusted, ratio, 0))
+    found, _ = MILES.token_loss(arguments(**rule), data, logits, Tensor.sum)
+    kept = expected(data, rows, among=trusted)
     torch.testing.assert_close(found, advantages * torch.where(kept, ratio, 0))
     refused = "d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis or use_rollout_logprobs, or without"
     for options, batch in (({"use_tis": True}, data), ({}, data | {"rollout_log_probs": None})):
         with pytest.raises(ValueError, match=refused):
-            miles.token_loss(arguments(**rule, **options), batch, logits, Tensor.sum)
+            MILES.token_loss(arguments(**rule, **options), batch, logits, Tensor.sum)
 
 
+PREFIXES = {"d3s_token_rule": "prefix", "d3s_token_ratio_start": 0.5, "d3s_token_ratio_end": 0.5}
 TWO = SimpleNamespace(size=lambda: 2)
 
 
@@ -267,39 +251,28 @@ TWO = SimpleNamespace(size=lambda: 2)
         ({"d3s_drop_shared_tokens": True}, (), "d3s_drop_shared_tokens: got True; takes false"),
         ({"advantage_estimator": "gspo"}, (), "advantage_estimator: got 'gspo'; takes one with a ratio for each"),
         ({"qkv_format": "bshd"}, (), "qkv_format: got 'bshd'; takes 'thd'"),
-        ({"d3s_token_rule": "random"}, (TWO, 0, None), "d3s_token_rule: got 'random'; takes another with tensor"),
-        ({"d3s_token_rule": "prefix", **HALF}, (TWO, 0, None), "d3s_token_rule: got 'prefix'; takes another with"),
+        (PREFIXES, (TWO, 0, None), "d3s_token_rule: got 'prefix'; takes another with tensor"),
         ({}, (None, 0, None, 2), "context_parallel_size: got 2; takes 1"),
     ],
 )
-def test_a_choice_of_tokens_is_refused(miles: ModuleType, options: Any, ranks: Any, message: str) -> None:
+def test_a_choice_of_tokens_is_refused(options: Any, ranks: Any, message: str) -> None:
     data, logits, _ = batch_of()
     group, *others = ranks or (None, 0, None)
     with (
         installed(of_megatron(group or dist.group.WORLD, *others)),
         pytest.raises(ValueError, match=message),
     ):
-        miles.token_loss(arguments(**options), data, logits, Tensor.sum)
-
-
-def test_slime_without_entropies_is_refused_where_there_is_a_loss(hooks: ModuleType) -> None:
-    with pytest.raises(ValueError, match="use_rollout_entropy: got False; takes True"):
-        hooks.choose_tokens(arguments(use_rollout_entropy=False), 0, batch_of()[0])
-    with pytest.raises(ValueError, match="loss_type: got 'policy_loss'; takes 'custom_loss', so that slime has a pass"):
-        hooks.choose_tokens(arguments(loss_type="policy_loss"), 0, batch_of()[0])
-    with installed(of_megatron(None, 0, None, last_stage=False)):  # a stage of the pipeline without a loss
-        hooks.choose_tokens(arguments(use_rollout_entropy=False), 0, {})
+        MILES.token_loss(arguments(**options), data, logits, Tensor.sum)
 
 
 def tokens_rank(ranks: Ranks, seed: int) -> None:
     """Ranks that share the vocabulary choose the tokens of one rank; ranks with other data choose one pool's."""
     torch.manual_seed(seed)
-    slime, miles = recipe("d3s_slime"), recipe_for_miles()
     alone = [dist.new_group([rank]) for rank in range(ranks.size)][ranks.rank]
     data, logits, rows = batch_of()
     shard = logits.chunk(ranks.size, dim=-1)[ranks.rank]
     with installed(of_megatron(ranks.group, ranks.rank, alone)):
-        found, _ = miles.token_loss(arguments(), data, shard, Tensor.sum)
+        found, _ = MILES.token_loss(arguments(), data, shard, Tensor.sum)
     assert torch.equal(found != 0, expected(data, rows))
 
     others = [batch_of() for _ in range(ranks.size)]  # the same on all ranks
@@ -309,9 +282,9 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
     kept = expected(pooled, torch.cat([rows for _, _, rows in others]))
     (data, logits, rows), own = others[ranks.rank], kept.chunk(ranks.size)[ranks.rank]
     with installed(of_megatron(alone, 0, ranks.group)):
-        assert torch.equal(miles.token_loss(arguments(), data, logits, Tensor.sum)[0] != 0, own)
+        assert torch.equal(MILES.token_loss(arguments(), data, logits, Tensor.sum)[0] != 0, own)
         given = with_entropy(data, rows)
-        slime.choose_tokens(arguments(), 0, given)
+        SLIME.choose_tokens(arguments(), 0, given)
     assert torch.equal(torch.cat(given["advantages"]) != 0, own)
     assert given["d3s/token_share"] == kept.sum() / torch.cat(pooled["loss_masks"]).sum()
 

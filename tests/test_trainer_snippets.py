@@ -1,7 +1,7 @@
 """The snippets of docs/trainers.md do what the page says, on inputs with the layout that each trainer's hook passes."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,11 +28,11 @@ GROUPS, GROUP, KEEP, RATIO = 4, 6, 2, 0.25
 
 
 @contextmanager
-def choosing(ratio: float = RATIO, **options: Any) -> Iterator[None]:
+def choosing() -> Iterator[None]:
     """The snippets choose with other numbers than the page's."""
-    ends = {"rollouts_start": KEEP, "rollouts_end": KEEP, "token_ratio_start": ratio, "token_ratio_end": ratio}
+    ends = {"rollouts_start": KEEP, "rollouts_end": KEEP, "token_ratio_start": RATIO, "token_ratio_end": RATIO}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SNIPPETS, "selection", d3s.Selection(**ends | options))
+        patch.setitem(SNIPPETS, "selection", d3s.Selection(**ends))
         yield
 
 
@@ -82,23 +82,6 @@ def padded(rows: int, width: int) -> dict[str, Tensor]:
     }
 
 
-def small_share_rank(ranks: Ranks) -> None:
-    """The tokens of the whole batch, cut into micro-batches: KL-Cov's share of 8,192 is less than one in each."""
-    torch.manual_seed(0)
-    batch = torch.rand(16, 512), torch.randn(16), torch.ones(16, 512, dtype=torch.long)
-    own = [values.chunk(2)[ranks.rank] for values in batch]
-    with choosing(2e-4):
-        masks = SNIPPETS["masks_of_micro_batches"](*own, 4, process_group=ranks.group)
-    assert [tuple(mask.shape) for mask in masks] == [(2, 512)] * 4
-    expected = reference.select_tokens(batch[0], batch[1], 2e-4).mask
-    assert expected.sum() == 2
-    assert torch.equal(torch.cat(masks), expected.chunk(2)[ranks.rank])
-
-
-def test_a_small_share_is_of_the_batch_of_all_ranks() -> None:
-    world(2).run(small_share_rank)
-
-
 def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     """AReaL's; its options are keywords."""
     return logprobs, entropy, input_data, options
@@ -116,14 +99,20 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
         own["logprob"].requires_grad_()
         result = SNIPPETS["keep_tokens"](*own.values(), process_group=ranks.group)
         check_gradient(result, own["logprob"], kept[begin:end])
+        before_update = own["entropy"], own["advantages"], own["mask"]
+        masks = SNIPPETS["masks_of_micro_batches"](*before_update, 2, process_group=ranks.group)
+        assert [mask.equal(part) for mask, part in zip(masks, kept[begin:end].chunk(2), strict=True)] == [True] * 2
 
         lengths = own["mask"].sum(1)
         packed = {name: value.detach()[own["mask"]] for name, value in own.items()}
         packed["logprob"].requires_grad_()
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         input_data = {"advantages": packed["advantages"], "loss_mask": packed["mask"].float(), "cu_seqlens": offsets}
-        loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn, process_group=ranks.group)
-        result, *_ = loss_fn(packed["logprob"], packed["entropy"], input_data)
+        if number % 2:
+            del input_data["cu_seqlens"]  # AReaL has none with ``enable_tree_training``
+        before, loss_fn = dict(input_data), SNIPPETS["areal_loss"](grpo_loss_fn, process_group=ranks.group)
+        result, *others = loss_fn(packed["logprob"], packed["entropy"], input_data, eps_clip=0.2)
+        assert others == [packed["entropy"], before, {"eps_clip": 0.2}]
         check_gradient(result, packed["logprob"], kept[begin:end][own["mask"]])
 
 
@@ -169,18 +158,6 @@ def test_areal_rollouts_of_all_ranks() -> None:
     world(2).run(areal_rank, int(torch.randint(2**31, ())))
 
 
-def test_areals_loss_gets_its_arguments_and_the_chosen_tokens() -> None:
-    """With ``enable_tree_training`` there are no offsets."""
-    n = 36
-    logprob, entropy = torch.randn(n, requires_grad=True), torch.rand(n, requires_grad=True)
-    input_data = {"advantages": torch.randn(n), "loss_mask": (torch.arange(n) % 5 != 0).float()}  # AReaL's are float
-    before, loss_fn = dict(input_data), SNIPPETS["areal_loss"](grpo_loss_fn)
-    got, *others = loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None)
-    assert others == [entropy, input_data, {"eps_clip": 0.2, "vocab_min_logits": None}]
-    assert input_data == before  # the same tensors
-    check_gradient(got, logprob, expected_tokens(entropy, input_data["advantages"], input_data["loss_mask"]))
-
-
 # ---- SkyRL -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,13 +167,9 @@ class TrainingInputBatch(dict[str, Any]):
     metadata: dict[str, Any] | None = None
 
 
-class TensorList:
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-
+class TensorList(list[Tensor]):
     def __getitem__(self, index: list[int]) -> "TensorList":
-        assert isinstance(index, list)
-        return TensorList([self.tensors[i] for i in index])
+        return TensorList([list.__getitem__(self, i) for i in index])
 
 
 def test_skyrl_rollouts() -> None:
@@ -214,14 +187,13 @@ def test_skyrl_rollouts() -> None:
         values=None,
     )
     data.metadata = {
-        "policy_mini_batch_boundaries": [(0, half), (half, rows)], "uids": ["all", "of", "them"],
-        "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)], "response_length": width,
+        "policy_mini_batch_boundaries": [(0, half), (half, rows)], "response_length": width,
+        "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)],
     }  # fmt: skip
     before, metadata = dict(data), dict(data.metadata)
     smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP)
     assert all(data[name] is before[name] for name in before)
     assert data.metadata == metadata
-
     advantages = reference.group_advantages(rewards)
     kept = reference.max_variance_select(advantages.view(2, half), KEEP * GROUPS // 2).flatten()
     chosen = kept.nonzero().flatten()
@@ -229,7 +201,7 @@ def test_skyrl_rollouts() -> None:
     assert list(smaller) == list(data)
     for name in ("rewards", "sequences", "advantages"):
         assert torch.equal(smaller[name], data[name][chosen])
-    assert [int(t[0, 0]) for t in smaller["pixel_values"].tensors] == chosen.tolist()
+    assert [int(t[0, 0]) for t in list(smaller["pixel_values"])] == chosen.tolist()
     assert smaller["values"] is None
     each = KEEP * GROUPS // 2
     assert smaller.metadata["policy_mini_batch_boundaries"] == [(0, each), (each, 2 * each)]
@@ -238,7 +210,6 @@ def test_skyrl_rollouts() -> None:
     assert {0} not in of_prompts
     assert [set(prompt.tolist()) for prompt in prompts] == of_prompts  # SkyRL divides by the number of bounds
     assert sum(map(len, prompts)) == len(chosen)
-    assert smaller.metadata["uids"] == metadata["uids"]
     assert smaller.metadata["response_length"] == width
 
 
@@ -283,10 +254,11 @@ def test_open_instruct_tokens() -> None:
 # ---- Megatron --------------------------------------------------------------------------------------------------------
 
 
-def megatron_steps(ranks: Ranks) -> None:
-    """Two micro-batches with a tied weight under the hook of Megatron's DistributedDataParallel."""
+def megatron_rank(ranks: Ranks) -> None:
+    """Two micro-batches with a tied weight under the hook of Megatron's DistributedDataParallel, the second with
+    sequence parallelism: the gradient of a rank's hidden states is that of one process, not the sum of equal ones."""
     torch.manual_seed(5)
-    whole, labels = torch.randn(6 * ranks.size, 8), torch.randint(6 * ranks.size, (2, 5, 3))
+    whole, labels = torch.randn(6 * ranks.size, 8), torch.randint(6 * ranks.size, (2, 4, 3))
     own = slice(6 * ranks.rank, 6 * ranks.rank + 6)
     weight, plain = whole[own].clone().requires_grad_(), whole.clone().requires_grad_()
     weight.main_grad = torch.zeros_like(weight)
@@ -298,31 +270,21 @@ def megatron_steps(ranks: Ranks) -> None:
 
     accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
     accumulator.register_hook(hook)
-    for of_micro_batch in labels:
-        hidden = torch.randn(5, 3, 8)
-        logprob, entropy = SNIPPETS["megatron_scores"](hidden, weight, of_micro_batch, ranks.rank, ranks.group)
+    for parallel, of_micro_batch in zip((False, True), labels, strict=True):
+        hidden = torch.randn(4, 3, 8, requires_grad=True)
+        parts = ranks.size if parallel else 1
+        part = hidden.detach().chunk(parts)[ranks.rank % parts].clone().requires_grad_()
+        with installed(TENSOR_PARALLEL):
+            logprob, entropy = SNIPPETS["megatron_scores"](
+                part, weight, of_micro_batch, ranks.rank, ranks.group, sequence_parallel=parallel
+            )
         (logprob - entropy + weight.sum()).sum().backward()
         assert weight.grad is None
         logprob, entropy = reference.linear_logprob_entropy(hidden, plain, of_micro_batch)
         (logprob - entropy + plain.sum()).sum().backward()
+        torch.testing.assert_close(part.grad, hidden.grad.chunk(parts)[ranks.rank % parts])
     torch.testing.assert_close(weight.main_grad, plain.grad[own])
 
 
-def sequence_parallel(ranks: Ranks) -> None:
-    """The gradient of a rank's hidden states is that of one process, not the sum of the ranks' equal ones."""
-    torch.manual_seed(6)
-    whole, labels, hidden = torch.randn(6 * ranks.size, 8), torch.randint(6 * ranks.size, (4, 3)), torch.randn(4, 3, 8)
-    part, plain = hidden.chunk(ranks.size)[ranks.rank].clone().requires_grad_(), hidden.requires_grad_()
-    with installed(TENSOR_PARALLEL):
-        logprob, entropy = SNIPPETS["megatron_scores"](
-            part, whole.chunk(ranks.size)[ranks.rank], labels, ranks.rank, ranks.group, sequence_parallel=True
-        )
-    (logprob - entropy).sum().backward()
-    logprob, entropy = reference.linear_logprob_entropy(plain, whole, labels)
-    (logprob - entropy).sum().backward()
-    torch.testing.assert_close(part.grad, plain.grad.chunk(ranks.size)[ranks.rank])
-
-
-@pytest.mark.parametrize("task", [megatron_steps, sequence_parallel])
-def test_megatrons_gradients_are_added_once(task: Callable[[Ranks], None]) -> None:
-    world(2).run(task)
+def test_megatrons_gradients_are_added_once() -> None:
+    world(2).run(megatron_rank)

@@ -49,12 +49,6 @@ def test_jobs_may_do_no_more_than_they_say() -> None:
         assert set(re.findall(r"^ +([a-z-]+): write", text, re.MULTILINE)) == allowed.get(name, set()), name
 
 
-def test_the_table_of_workflows_is_complete() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    variables = set(re.findall(r"vars\.(\w+)", "".join(TEXTS.values())))
-    assert not [name for name in (*TEXTS, *variables) if f"| `{name}` |" not in page]
-
-
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 

@@ -12,18 +12,11 @@ import pytest
 pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swift)")
 
 from swift.trainers import TrainerFactory
-from tiny_swift import make_model, train
+from tiny_swift import train
 
 from d3s_kernels.integrations.swift import PLUGIN
 from d3s_kernels.integrations.swift.config import D3SConfig
 from d3s_kernels.integrations.swift.register import register
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("swift")
-    make_model(made)
-    return made
 
 
 def config(**changed: Any) -> D3SConfig:
@@ -70,13 +63,6 @@ def test_top_entropy_quantile_is_a_choice_by_entropy() -> None:
 def test_what_is_not_covered_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)
-
-
-def test_ligers_loss_is_refused() -> None:
-    made = config()
-    made.use_liger_kernel = True  # ms-swift takes it only where Liger is installed
-    with pytest.raises(ValueError, match="use_liger_kernel: got True, which D3S does not take"):
-        made._refuse_what_is_not_covered()
 
 
 def test_a_loss_that_scores_no_tokens_is_refused(folder: Path) -> None:

@@ -14,43 +14,13 @@ pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swi
 
 from processes import run_processes
 from swift.rlhf_trainers import GRPOTrainer
-from tiny_swift import GROUP, STEPS, Run, Vowels, after, make_model, train
+from tiny_swift import GROUP, STEPS, Run, after, train
 
-from d3s_kernels import max_variance_select
+from d3s_kernels import max_variance_select, reference
 from d3s_kernels.integrations.swift.trainer import Kept
 
 ALL = {"rollouts_start": 1, "rollouts_end": 1, "token_ratio_start": 1, "token_ratio_end": 1}
 HALF = {"rollouts_start": 4, "rollouts_end": 4, "token_ratio_start": 0.25, "token_ratio_end": 0.25}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("swift")
-    make_model(made)
-    return made
-
-
-class Forwarded:
-    """Counts the rows of the forwards that score tokens, and the tokens of their completions. Generation uses a cache,
-    so it is not counted.
-    """
-
-    def __init__(self) -> None:
-        self.rows = {"policy": 0, "reference": 0}
-
-    def watch(self, trainer: GRPOTrainer) -> None:
-        for name, model in (("policy", trainer.model), ("reference", trainer.ref_model)):
-            if model is not None:
-                model.register_forward_pre_hook(self._counter(name), with_kwargs=True)
-
-    def _counter(self, name: str) -> Any:
-        def count(module: Any, arguments: Any, inputs: dict[str, Any]) -> None:
-            if inputs.get("use_cache") is False:
-                positions = inputs.get("position_ids")
-                packed = inputs.get("attention_mask") is None and positions is not None
-                self.rows[name] += int((positions == 0).sum()) if packed else len(inputs["input_ids"])
-
-        return count
 
 
 def assert_equal(one: Run, other: Run, tolerance: float = 2e-5) -> None:
@@ -81,34 +51,29 @@ def test_nothing_dropped_is_ms_swift(folder: Path, options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_dropped_rollouts_are_never_forwarded(folder: Path, padding_free: bool) -> None:
-    rows = {}
-    for kept, options in ((1, None), (0.5, HALF)):
-        forwarded = Forwarded()
-        run = train(folder, options, before=forwarded.watch, beta=0.1, padding_free=padding_free)
-        rows[kept] = forwarded.rows
+    """Counts the rows of the forwards that score tokens. Generation uses a cache, so it is not counted."""
+    rows: dict[str, int] = {}
+
+    def watch(trainer: GRPOTrainer) -> None:
+        def count(name: str, inputs: dict[str, Any]) -> None:
+            if inputs.get("use_cache") is False:
+                positions = inputs.get("position_ids")
+                packed = inputs.get("attention_mask") is None and positions is not None
+                rows[name] += int((positions == 0).sum()) if packed else len(inputs["input_ids"])
+
+        rows.update(policy=0, reference=0)
+        for name, model in (("policy", trainer.model), ("reference", trainer.ref_model)):
+            model.register_forward_pre_hook(lambda *given, name=name: count(name, given[2]), with_kwargs=True)
+
     everything = GROUP * STEPS * 2  # rollouts of both steps
+    train(folder, before=watch, beta=0.1, padding_free=padding_free)
     # The policy scores each rollout for its old log-probabilities and for the loss, the reference once.
-    assert rows[1] == {"policy": 2 * everything, "reference": everything}
-    assert rows[0.5] == {"policy": everything, "reference": everything // 2}
+    assert rows == {"policy": 2 * everything, "reference": everything}
+    run = train(folder, HALF, before=watch, beta=0.1, padding_free=padding_free)
+    assert rows == {"policy": everything, "reference": everything // 2}
     assert run.logged("d3s/rollouts_kept") == [GROUP * STEPS / 2] * 2
     assert all(number > 0 for number in run.logged("d3s/tokens_not_forwarded"))
     assert run.logged("d3s/head_rows_not_computed") == []  # ms-swift's head computes every row
-
-
-def test_top_entropy_quantile_is_exact_over_micro_batches(folder: Path) -> None:
-    rollouts = {name: value for name, value in HALF.items() if name.startswith("rollouts")}
-    by_part: list[list[int]] = []
-
-    def count(result: None, samples: Any, parts: list[Any]) -> None:
-        by_part.append([int(part.d3s_kept.tokens.sum()) for part in parts])
-
-    run = train(folder, rollouts, before=lambda one: after(one, "_choose_tokens", count), top_entropy_quantile=0.3)
-    kept, shares = run.logged("d3s/tokens_kept"), run.logged("d3s/token_share")
-    assert [sum(parts) for parts in by_part] == kept
-    for number, share in zip(kept, shares, strict=True):
-        everything = round(number / share)
-        assert number == math.ceil(0.3 * everything)
-    assert run.trainer.args.loss_denominator == "all"
 
 
 def test_the_table_of_completions_has_all_rollouts(folder: Path, tmp_path: Path) -> None:
@@ -138,17 +103,13 @@ def test_prefixes_have_the_weights_of_their_cuts(folder: Path) -> None:
         def cut(result: None, samples: Any, parts: list[Any]) -> None:
             seed = trainer.args.seed + 1_000_003 * trainer.state.global_step + 499_979
             generator = torch.Generator().manual_seed(seed)
-            draws = iter(torch.rand(GROUP * STEPS, dtype=torch.float64, generator=generator)[kept].tolist())
-            before = total = 0
-            for part in parts:
-                weight = torch.zeros(part.completion_mask.shape)
-                for row, mask in enumerate(part.completion_mask.bool()):
-                    n = int(mask.sum())
-                    last = 1 + math.floor(next(draws) * n)
-                    weight[row, mask] = torch.tensor([n / (n - t + 1) * (t <= last) for t in range(1, n + 1)])
-                    before, total = before + last, total + n
-                part.d3s_kept = Kept(weight > 0, weight)
-            shares.append(before / total)
+            draws = torch.rand(GROUP * STEPS, dtype=torch.float64, generator=generator)[kept]
+            masks = [part.completion_mask.bool() for part in parts]
+            for part, mask, of_rows in zip(parts, masks, draws.split([len(mask) for mask in masks]), strict=True):
+                tokens, weight, _ = reference.random_prefixes(mask, 0.5, draws=of_rows)
+                part.d3s_kept = Kept(tokens, weight)
+            before = sum(int(part.d3s_kept.tokens.sum()) for part in parts)
+            shares.append(before / sum(int(mask.sum()) for mask in masks))
 
         after(trainer, "_keep_rollouts", remember)
         after(trainer, "_choose_tokens", cut)
@@ -202,13 +163,6 @@ def test_a_rollout_that_ms_swift_filters_takes_no_place(folder: Path) -> None:
     for batch in run.trainer._buffered_inputs:
         part = batch["grpo_batch"]
         assert not part.d3s_kept.tokens[part.truncated_mask].any()
-
-
-def test_rounding_errors_of_equal_rewards_are_no_advantages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Vowels, "__call__", lambda self, completions, **_: [0.1] * len(completions))
-    assert any(train(folder, max_steps=1).trainer._logs["advantages"])
-    run = train(folder, HALF | {"drop_zeros": True}, max_steps=1)
-    assert run.logged("d3s/tokens_kept") == [0]
 
 
 def test_processes_choose_together(folder: Path) -> None:

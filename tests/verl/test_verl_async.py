@@ -1,41 +1,32 @@
 """verl's asynchronous trainers: the modes ``d3s_colocate_async`` and ``d3s_separate_async`` on verl's own step, and the
-older trainers ``fully_async_policy`` and ``one_step_off_policy``, which take our policy losses and refuse our modes.
+older trainers ``fully_async_policy`` and ``one_step_off_policy``, which refuse our modes.
 
 ``verl_world.py`` says what is real and what is not.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
-import ray
 import transfer_queue as tq
 import verl
 from composed import composed
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.experimental.fully_async_policy import fully_async_main
-from verl.experimental.fully_async_policy.detach_utils import RolloutSample
-from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer
 from verl.experimental.one_step_off_policy import main_ppo as one_step_main
-from verl.protocol import DataProto
 from verl.trainer import main_ppo
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
-from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.losses import ppo_loss
 from verl_losses import options
 from verl_world import BASE, Workers, draw_rewards, make_trainer, put_rollouts, rows_of
 
@@ -224,73 +215,3 @@ def test_what_a_trainer_would_ignore_is_refused(
     else:
         main.main.__wrapped__(config)
     assert len(started) == (not message)
-
-
-class PaddedWorkers:
-    """Stands in for the actor workers of verl's older trainers, which hand them the rows. Made before the first step,
-    as verl's are, with the configuration of then.
-    """
-
-    def __init__(self, config: DictConfig) -> None:
-        self._dispatch_info = {"actor": [0]}
-        self.config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-
-    def update_actor(self, data: Any) -> Any:
-        self.mask, self.old = data["response_mask"].bool(), data["old_log_probs"]
-        self.advantages, prompt = data["advantages"], data["prompts"].shape[1]
-        self.log_probs = self.old.clone().requires_grad_()
-        lengths = data["input_ids"].offsets().diff().tolist()
-        rows = [
-            torch.cat([torch.zeros(prompt - 1), row[: length - prompt], torch.zeros(1)])
-            for row, length in zip(self.log_probs, lengths, strict=True)
-        ]
-        output = {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["loss_mask"].sum()))
-        ppo_loss(self.config, output, data)[0].backward()
-        return tu.get_tensordict({}, non_tensor_dict={"metrics": {"mfu": [0.0]}})
-
-
-def a_sample(uid: str) -> bytes:
-    """The four rollouts of a prompt as the older rollouter puts them into its queue. Two were interrupted."""
-    mask = (torch.arange(6) < torch.tensor([[3], [4], [5], [6]])).long()
-    ones = torch.ones(4, 9).long()
-    batch = DataProto.from_dict(
-        tensors={
-            "prompts": ones[:, :3], "responses": ones[:, :6], "response_mask": mask, "input_ids": ones,
-            "attention_mask": torch.cat([ones[:, :3], mask], 1), "position_ids": torch.arange(9).repeat(4, 1),
-            "rm_scores": torch.rand(4, 1) * (torch.arange(6) == 0), "rollout_log_probs": -torch.rand(4, 6) - 0.1,
-        },
-        non_tensors={
-            "uid": np.array([uid] * 4, dtype=object), "multi_modal_inputs": np.array([{}] * 4, dtype=object),
-            "min_global_steps": np.zeros(4), "max_global_steps": np.array([0, 1, 0, 1]),
-        },
-        meta_info={"metrics": [{"generate_sequences": 0.1, "tool_calls": 0.0}] * 4},
-    )  # fmt: skip
-    return ray.cloudpickle.dumps(RolloutSample(batch, uid, epoch=0, rollout_status={}))
-
-
-def test_the_policy_loss_in_a_step_of_the_fully_async_trainer() -> None:
-    """verl's own ``fit_step`` on a queue. In the default bypass mode verl writes another loss into its configuration,
-    but the workers have theirs already. The score is |advantage| * surprisal of the rollout's log-probabilities.
-    """
-    config = configured(
-        fully_async_main, *options("d3s", token_ratio=0.3), "algorithm.adv_estimator=grpo", "trainer.logger=[]",
-        "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.use_dynamic_bsz=true",
-    )  # fmt: skip
-    OmegaConf.resolve(config)
-    samples = [a_sample("a"), a_sample("b")]
-
-    async def get_sample() -> tuple[bytes, int]:
-        return samples.pop(0), len(samples)
-
-    pool = SimpleNamespace(get_n_gpus=lambda: 1)
-    trainer = FullyAsyncTrainer.__ray_metadata__.modified_class(config, None, {}, pool)
-    trainer.actor_rollout_wg = workers = PaddedWorkers(config)
-    trainer.message_queue_client = SimpleNamespace(get_sample=get_sample, get_queue_size_sync=lambda: 0)
-    asyncio.run(trainer.fit_step())
-
-    scores, kept = (workers.advantages * workers.old).abs(), workers.log_probs.grad != 0
-    assert int(kept.sum()) == math.ceil(0.3 * int(workers.mask.sum()))
-    assert scores[kept].min() > scores[workers.mask & ~kept].max()
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode", "what verl's driver writes"

@@ -11,10 +11,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
 import transfer_queue as tq
-from verl.trainer.distillation.losses import ppo_loss as ppo_loss_of_distillation
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.utils import prepare_micro_batches
-from verl.workers.utils import losses
 from verl.workers.utils.losses import ppo_loss
 from verl_world import a_step, draw_rewards, rows_of
 
@@ -86,29 +83,6 @@ def test_in_the_trainer_mode_of_d3s(queue: None) -> None:
     assert float(torch.cat(kept).float().mean()) == pytest.approx(0.3, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 8}, {"use_dynamic_bsz": True, "max_token_len_per_gpu": 40}],
-)
-def test_micro_batches(queue: None, sizes: dict[str, Any]) -> None:
-    """With verl's own division into micro-batches, entropies stay with their rows, and the gradients add up."""
-    trainer, batch, _ = a_step(draw_rewards(), SYNC, *ESPO)
-    workers = trainer.actor_rollout_wg
-    data = data_of(batch, **sizes)
-    parts, rows = prepare_micro_batches(data)
-    assert len(parts) > 2
-    rows = rows or torch.arange(24).split(8)
-    gradients = []
-    for division in ([(data, range(24))], zip(parts, rows, strict=True)):
-        for key in batch.keys:
-            workers.log_probs[key].grad = None
-        for part, of_rows in division:
-            loss_of(workers, [batch.keys[row] for row in of_rows], part).backward()
-        gradients.append(torch.cat([workers.log_probs[key].grad for key in batch.keys]))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-8)
-    assert gradients[0].any()
-
-
 def test_entropies_of_the_old_policy_that_are_refused(queue: None) -> None:
     """None with verl's older ray trainer, which drops it, and in bypass mode, which computes none. The workers first
     store entropies of whole sequences; verl's trainer then cuts off the prompts."""
@@ -123,11 +97,3 @@ def test_entropies_of_the_old_policy_that_are_refused(queue: None) -> None:
     del data["entropy"]
     with pytest.raises(ValueError, match="entropy_source: got 'old', and rows without it; takes 'update' or 'surpr"):
         loss_of(workers, batch.keys, data)
-
-
-def test_all_who_call_it_have_the_wrapper() -> None:
-    from verl.workers import engine_workers
-
-    assert engine_workers.ppo_loss is ppo_loss_of_distillation is ppo_loss
-    assert ppo_loss.__module__ == losses.__name__
-    assert ppo_loss.__wrapped__.__code__.co_filename == losses.__file__

@@ -56,33 +56,6 @@ def a_micro_batch(packed: bool, update: bool = False, **notes: Any) -> tuple[Ten
     return data, batch, sets
 
 
-Found = tuple[dict[str, Tensor], dict[str, Tensor]]  # the engine's results, and the gradients
-
-
-def found_with(backend: str, model: Any, data: TensorDict, loss: Any) -> Found:
-    results = outputs_of(backend, model, data)
-    loss(results).backward()
-    return results, {name: value.grad for name, value in model.named_parameters()}
-
-
-def weighed(weights: Tensor) -> Any:
-    """A loss of all results."""
-    return lambda found: (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum()
-
-
-def of_both(data: TensorDict, loss: Any, **options: Any) -> list[Found]:
-    """With verl's back-end and with ours."""
-    return [found_with(backend, make_model(backend, **options), data, loss) for backend in ("torch", "d3s")]
-
-
-def assert_alike(theirs: Found, ours: Found, inside: Tensor) -> None:
-    assert theirs[0].keys() == ours[0].keys() >= {"log_probs", "entropy"}
-    for name, values in theirs[0].items():
-        torch.testing.assert_close(ours[0][name] * inside, values * inside, rtol=0, atol=1e-5)
-    for name, gradient in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-4)
-
-
 def patched(model: Any) -> None:
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
 
@@ -90,10 +63,21 @@ def patched(model: Any) -> None:
 @PACKED
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_same_as_verls_torch(packed: bool, tied: bool) -> None:
+    """Results, and gradients of a loss of all of them."""
     data, batch, _ = a_micro_batch(packed)
     inside = batch.batch["attention_mask"][:, 4:].bool()
-    weights = torch.randn(2, *inside.shape) * inside
-    assert_alike(*of_both(data, weighed(weights), tie_word_embeddings=tied), inside)
+    weights, found = torch.randn(2, *inside.shape) * inside, []
+    for backend in ("torch", "d3s"):
+        model = make_model(backend, tie_word_embeddings=tied)
+        results = outputs_of(backend, model, data)
+        (weights[0] * results["log_probs"] + weights[1] * results["entropy"]).sum().backward()
+        found.append((results, {name: value.grad for name, value in model.named_parameters()}))
+    (theirs, of_theirs), (ours, of_ours) = found
+    assert theirs.keys() == ours.keys() >= {"log_probs", "entropy"}
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name] * inside, values * inside, rtol=0, atol=1e-5)
+    for name, gradient in of_theirs.items():
+        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-4)
 
 
 @PACKED
@@ -287,11 +271,9 @@ def test_a_dtype_of_logits_that_is_unknown_or_without_use_is_refused() -> None:
         engine.prepare_model_inputs(data)
 
 
-def test_the_trainer_mode_looks_at_the_configuration() -> None:
+def test_the_trainer_mode_looks_at_the_dtype_of_logits() -> None:
     """test_verl_sampling_masks.py has all that the head refuses."""
     pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
-    with pytest.raises(ValueError, match=r"mtp\.enable: got True; takes False with"):
-        make_trainer(*FUSED, "actor_rollout_ref.model.mtp.enable=true")
     make_trainer(*FUSED, f"+{LOGITS}=auto")
     with pytest.raises(ValueError, match=f"{LOGITS}: got 'half'; takes 'float32' or 'auto'"):
         make_trainer(*FUSED, f"+{LOGITS}=half")

@@ -86,26 +86,10 @@ def test_rows_of_padding_alone(name: str, values: dict[str, Any]) -> None:
 # ---- options, also of espo -------------------------------------------------------------------------------------------
 
 
-def test_the_options_have_defaults() -> None:
-    config = actor_config(*options("d3s")).policy_loss
-    assert type(config).__name__ == "D3SPolicyLossConfig"
-    of_d3s = config.base_loss, config.token_ratio, config.token_scope, config.drop_zeros
-    assert of_d3s == ("vanilla", 0.2, "batch", False)
-    assert (config.quantiles, config.alpha, config.denominator) == ([0.8], 0.02, "self")
-    assert (config.vocab_size, config.entropy_source) == (None, "old")
-    assert config.clip_cov_ratio == 0.0002  # verl's own options are all there
-
-
 def test_without_its_class_it_has_its_defaults() -> None:
     batch, plain = a_batch(), actor_config(f"{POLICY_LOSS}.loss_mode=d3s")
     ours = actor_config(*options("d3s"))
     assert torch.equal(gradient("d3s", batch, plain)[1], gradient("d3s", batch, ours)[1])
-
-
-def test_verls_class_refuses_the_options() -> None:
-    """That is why D3S has its own class."""
-    with pytest.raises(Exception, match="token_ratio"):
-        actor_config(f"{POLICY_LOSS}.loss_mode=d3s", f"+{POLICY_LOSS}.token_ratio=0.1")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
-"""Rollouts that verl's trainer mode cuts at random: no pass gets what comes after a cut, and the mean of the gradients
-over all cuts is the gradient of all tokens.
+"""Rollouts that verl's trainer mode cuts at random: no pass gets what comes after a cut, and the tokens before it have
+the weights with which the mean of the gradients over all cuts is the gradient of all tokens (tests/test_prefixes.py).
 
 ``verl_world.py`` says what is real and what is not. Old log-probabilities differ from those of the update here.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ import transfer_queue as tq
 import verl_world
 from verl_world import Rewards, make_trainer, put_rollouts, rows_of, run_step
 
+from d3s_kernels import reference
 from d3s_kernels.integrations.verl.cuts import shortened
-from d3s_kernels.selection import Selection
 
 D3S = "+trainer.v1.d3s_sync"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -89,12 +88,11 @@ def weights_of(lengths: dict[str, int], seed: int = 0) -> dict[str, Tensor]:
     in the order of their names; outputs of a rollout have the same one."""
     names = sorted({key.rsplit("_", 1)[0] for key in lengths})
     generator = torch.Generator().manual_seed(2 * (1_000_003 * seed + 1) + 1)
-    draws = dict(zip(names, torch.rand(len(names), dtype=torch.float64, generator=generator).tolist(), strict=True))
+    draws = dict(zip(names, torch.rand(len(names), 1, dtype=torch.float64, generator=generator), strict=True))
     found = {}
     for key, length in lengths.items():
-        tokens = length - 1
-        cut = 1 + math.floor(draws[key.rsplit("_", 1)[0]] * tokens)
-        found[key] = torch.tensor([0.0] + [tokens / (tokens - t + 1) * (t <= cut) for t in range(1, length)])
+        mask = torch.arange(length)[None] > 0
+        found[key] = reference.random_prefixes(mask, 0.5, draws=draws[key.rsplit("_", 1)[0]]).weight[0]
     return found
 
 
@@ -159,22 +157,6 @@ def test_cuts_after_rejections(queue: None, name: str) -> None:
         assert ours.lengths["update"][key] == (last(weight) if mask.any() else 1)
 
 
-def test_the_mean_over_all_cuts_is_the_gradient_of_all_tokens(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, found, original = Run(*EVERYTHING, length=5), [], Selection.prefixes
-    for first in range(4):
-
-        def cut(*arguments: Any, draws: Tensor, first: int = first, **more: Any) -> Any:
-            places = (torch.arange(len(draws)) + first) % 4  # over the steps, each rollout has each cut once
-            return original(*arguments, draws=(places + 0.5) / 4, **more)
-
-        monkeypatch.setattr(Selection, "prefixes", cut)
-        found.append(Run(PREFIX, length=5))
-    for key, expected in full.gradients.items():
-        assert len({last(run.rows[key]["rollout_is_weights"]) for run in found}) == 4
-        mean = torch.stack([run.gradients[key] for run in found]).mean(0)
-        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-7)
-
-
 def test_cuts_do_not_depend_on_the_ranks(queue: None) -> None:
     runs = [Run(PREFIX, ranks=ranks) for ranks in (1, 3)]
     assert [len(run.batch) for run in runs] == [8, 9], "one row is padding"
@@ -194,24 +176,21 @@ def test_outputs_of_a_rollout_have_one_random_number(queue: None) -> None:
 def test_tokens_are_ranked_before_the_cuts_alone(queue: None) -> None:
     full, ours = Run(*EVERYTHING), Run(COMBINED, f"{D3S}.token_ratio_start=0.25")
     weights = weights_of(lengths_of(full))
-    entropies, scores = ours.trainer.actor_rollout_wg.entropies, []
-    for key, weight in weights.items():
-        before = [
-            (place, abs(ours.trainer._advantages[key]) * float(entropies[key][place])) for place in range(last(weight))
-        ]
-        scores += [(-score, key, place) for place, score in before[1:]]
-    kept = {(key, place) for _, key, place in sorted(scores)[: math.ceil(0.25 * len(scores))]}
-    for key, weight in weights.items():
-        places = torch.tensor([(key, place) in kept for place in range(len(weight))])
+    sizes = [len(weight) for weight in weights.values()]
+    entropies = torch.cat([ours.trainer.actor_rollout_wg.entropies[key] for key in weights])
+    advantages = torch.tensor([ours.trainer._advantages[key] for key in weights])
+    of_tokens, before = advantages.repeat_interleave(torch.tensor(sizes)), torch.cat([*weights.values()]) > 0
+    kept = reference.select_tokens(entropies, of_tokens, 0.25, mask=before).mask
+    for (key, weight), places in zip(weights.items(), kept.split(sizes), strict=True):
         expected = full.gradients[key] * weight * places
         torch.testing.assert_close(ours.gradients[key], expected, rtol=1e-4, atol=1e-7)
         assert ours.lengths["old"][key] == last(weight)
         assert ours.lengths["update"][key] == (last(places) if places.any() else 1)
-    assert ours.metrics["d3s/tokens_kept"] == len(kept)
+    assert ours.metrics["d3s/tokens_kept"] == kept.sum()
     assert ours.metrics["d3s/token_share_asked"] == pytest.approx(0.125)
     everything = sum(len(weight) - 1 for weight in weights.values())
-    assert ours.metrics["d3s/token_share"] == pytest.approx(len(kept) / everything)
-    assert ours.metrics["d3s/head_rows_not_computed"] == everything - len(kept)
+    assert ours.metrics["d3s/token_share"] == pytest.approx(int(kept.sum()) / everything)
+    assert ours.metrics["d3s/head_rows_not_computed"] == everything - kept.sum()
     assert "d3s/off_policy_share" not in ours.metrics
 
 
@@ -239,16 +218,6 @@ def test_workers_that_do_not_weigh_the_kl_loss_are_found_out(queue: None, monkey
     monkeypatch.setattr(verl_world, "ppo_loss", verl_world.ppo_loss.__wrapped__)
     with pytest.raises(RuntimeError, match="token_rule=prefix: the workers have not weighed the KL loss"):
         Run(PREFIX, OTHERS[0])
-
-
-def test_zeros_can_be_dropped(queue: None) -> None:
-    """A rollout with advantage 0 keeps one token of its response, which has no gradient."""
-    run = Run(PREFIX, f"{D3S}.drop_zeros=true", rewards={"u0": [0.0, 1.0, 0.5, 0.5], "u1": [0.0, 1.0, 0.0, 0.5]})
-    for key in ("u0_2_0", "u0_3_0"):
-        assert run.lengths["update"][key] == 1
-        assert not run.gradients[key].any()
-    assert max(run.lengths["old"][key] for key in ("u0_2_0", "u0_3_0")) > 1
-    assert all(run.gradients[key].any() for key in ("u0_0_0", "u1_3_0"))
 
 
 def test_a_row_is_shortened_in_all_of_its_fields() -> None:

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import d3s_kernels as d3s
 from d3s_kernels.integrations.verl import D3SOptions
 from d3s_kernels.integrations.verl.rows import rows_of_an_update, sessions
-from d3s_kernels.selection import Selection
 from d3s_kernels.selection.options import options_from
 
 
@@ -44,15 +42,6 @@ def test_rows_of_an_update(kept: int, dropped: int, before: int, unit: int) -> N
     assert found % unit == 0
     assert math.ceil(kept / found) <= updates, "no more updates than without the selection"
     assert (found - unit) * updates < kept, "not a unit more than it takes"
-
-
-def test_options_have_the_defaults_of_the_paper() -> None:
-    options = options_from(D3SOptions, {})
-    rules = "max_variance", "batch", "advantage_entropy", "batch"
-    assert options == D3SOptions(0.25, 1.0, 0.05, 0.20, "linear", *rules, "kept", False, "all")
-    assert Selection(options).budget(0.0, 32) == d3s.Budget(8, 0.05)
-    assert Selection(options).budget(0.5, 32) == (20, pytest.approx(0.125))
-    assert Selection(options).budget(1.0, 32) == d3s.Budget(32, 0.20)
 
 
 @pytest.mark.parametrize("value", ["", True])

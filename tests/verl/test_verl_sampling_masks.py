@@ -23,11 +23,9 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
 from verl_world import Workers, compose_config, draw_rewards, make_trainer, put_rollouts, rows_of, run_step
 
-from d3s_kernels.integrations.verl import entropy, head, plugin
 from d3s_kernels.integrations.verl.checks import require_config, require_supports
 from d3s_kernels.integrations.verl.head import FusedLinearForPPO
 from d3s_kernels.integrations.verl.sampling_mask import NOTE
@@ -143,27 +141,6 @@ def test_the_engine_computes_over_the_sets(field: str, use_remove_padding: bool)
         torch.testing.assert_close((results[name] * mask).double(), value, rtol=0, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
     assert not results["log_probs"][-1].any(), "a row of padding"
-
-
-@pytest.mark.parametrize("field", [FIELD, "padded"])
-def test_the_sets_stay_with_their_rows_in_an_update(field: str) -> None:
-    """Through verl's shuffled mini-batches and its micro-batches of rows of like length."""
-    batch, sets = make_batch()
-    table = torch.randn(VOCABULARY, VOCABULARY)
-    expected = expected_of(batch, sets, table)["log_probs"]
-    mask = batch.batch["response_mask"]
-    data = micro_batch_of(batch, use_dynamic_bsz=True, max_token_len_per_gpu=11, **{NOTE: field})
-    seen = []
-    for mini in tu.make_iterator(data, mini_batch_size=4, epochs=1, seed=1, dataloader_kwargs={"shuffle": True}):
-        parts, _ = prepare_micro_batches(mini)
-        assert len(parts) > 1
-        for part in parts:
-            rows = part["row"].tolist()
-            found = forward(part, table)["log_probs"] * mask[rows]
-            torch.testing.assert_close(found.double(), expected[rows], rtol=0, atol=1e-5)
-            seen += rows
-    assert sorted(seen) == list(range(len(batch)))
-    assert seen != sorted(seen)
 
 
 class WorkersWithAnEngine(Workers):
@@ -305,10 +282,3 @@ def test_micro_batches_that_are_refused() -> None:
     batch.non_tensor_batch[FIELD][2] = None
     with pytest.raises(ValueError, match=f"{FIELD}: got 0 supports in row 2; takes"):
         forward(micro_batch_of(batch, **{NOTE: FIELD}), table)
-
-
-@pytest.mark.parametrize("replaced", [entropy.REPLACED[0], head.REPLACED[1]], ids=lambda replaced: replaced.name)
-def test_another_verl(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaced.owner, replaced.name, lambda data, model_output: None)
-    with pytest.raises(RuntimeError, match=rf"{replaced.name} takes \['data', 'model_output'\]; expected"):
-        plugin._replace(replaced)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kept_rows import choose_rows
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -17,6 +16,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from verl.protocol import DataProto
 
 import d3s_kernels as d3s
+from d3s_kernels.selection import choose_rollouts
 
 UIDS = [str(uuid.uuid4()) for _ in range(3)]
 PAGE = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_advantages_in_the_batch_travel_with_the_rows() -> None:
     beyond = torch.where(mask, 0.0, math.nan)  # values outside the mask are not read
     batch = make_batch(advantages=advantages[:, None] + beyond, response_mask=mask.long())
     rows, uids = rows_to_keep(batch, 2), batch.non_tensor_batch["uid"]
-    assert rows.tolist() == choose_rows(advantages, uids, 2).tolist()
+    assert rows.tolist() == choose_rollouts(advantages, 2, groups=uids).nonzero().flatten().tolist()
     assert [len(rows_to_keep(batch, 2, multiple)) for multiple in (1, 4, 12)] == [6, 8, 12]
     kept = batch.select_idxs(rows)
     assert kept.batch["row"].flatten().tolist() == rows.tolist()

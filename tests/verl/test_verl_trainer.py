@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kept_rows import choose_rows, rollout_advantages
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -24,6 +23,7 @@ from verl_world import Rewards, a_step, draw_rewards, make_trainer, put_rollouts
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
+from d3s_kernels.selection import choose_rollouts
 from d3s_kernels.selection.metrics import NAMES
 
 D3S = "+trainer.v1.d3s_sync"
@@ -38,9 +38,20 @@ def flat(rewards: Rewards) -> tuple[Tensor, list[str], list[str]]:
     return torch.tensor([reward for group in rewards.values() for reward in group]), uids, keys
 
 
+def rollout_advantages(rewards: Tensor, uids: list[str], scale: Any = "group") -> Tensor:
+    """GRPO's advantages with verl's eps, of groups that are sorted before."""
+    names = list(dict.fromkeys(uids))
+    label = torch.tensor([names.index(uid) for uid in uids])
+    order, offsets = label.argsort(stable=True), torch.tensor([0, *label.bincount().tolist()]).cumsum(0)
+    advantages = torch.empty(len(rewards))
+    advantages[order] = d3s.group_advantages(rewards[order], offsets=offsets, scale=scale, eps=1e-6)
+    return advantages.masked_fill(rewards.isnan(), torch.nan)
+
+
 def expected_keys(rewards: Rewards, keep: int, scope: Any = "batch", scale: Any = "group") -> list[str]:
     values, uids, keys = flat(rewards)
-    return [keys[row] for row in choose_rows(rollout_advantages(values, uids, scale=scale), uids, keep, scope=scope)]
+    kept = choose_rollouts(rollout_advantages(values, uids, scale), keep, groups=uids, scope=scope)
+    return [key for key, is_kept in zip(keys, kept.tolist(), strict=True) if is_kept]
 
 
 def verls_advantages(rewards: Rewards, keys: list[str], scaled: bool = True) -> dict[str, float]:
@@ -65,17 +76,13 @@ def advantages_in(rows: dict[str, Any]) -> dict[str, float]:
 
 
 def top_tokens(trainer: Any, advantages: dict[str, float], ratio: float) -> dict[str, Tensor]:
-    """The ceil(ratio * n) tokens of the step with the highest |A| * entropy, by sorting; not the first of a row."""
-    entropies = trainer.actor_rollout_wg.entropies
-    scores = [
-        (-abs(advantage) * float(entropies[key][place]), key, place)
-        for key, advantage in advantages.items()
-        for place in range(1, len(entropies[key]))
-    ]
-    masks = {key: torch.zeros(len(entropies[key]), dtype=torch.bool) for key in advantages}
-    for _, key, place in sorted(scores)[: math.ceil(ratio * len(scores) - 1e-9)]:
-        masks[key][place] = True
-    return masks
+    """The tokens of the step with the highest |A| * entropy; not the first of a row, which is a tool's."""
+    entropies = [trainer.actor_rollout_wg.entropies[key] for key in advantages]
+    sizes = [len(entropy) for entropy in entropies]
+    weights = torch.tensor([*advantages.values()]).repeat_interleave(torch.tensor(sizes))
+    valid = torch.cat([torch.arange(size) > 0 for size in sizes])
+    mask = reference.select_tokens(torch.cat(entropies), weights, ratio, mask=valid).mask
+    return dict(zip(advantages, mask.split(sizes), strict=True))
 
 
 def tokens_in_loss(keys: list[str]) -> dict[str, int]:
@@ -129,17 +136,12 @@ def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: st
     assert all(type(value) is float for name, value in metrics.items() if name.startswith("d3s/"))
     assert metrics["d3s/rollout_share"] == metrics["d3s/rollout_share_asked"] == 0.5
     assert metrics["d3s/rollouts_kept"] == len(kept) == 12
-    assert metrics["d3s/groups_without_spread"] == 0
     tokens, of_kept = sum(int(mask.sum()) for mask in masks.values()), sum(lengths[key] for key in kept)
     assert metrics["d3s/tokens_kept"] == tokens
     assert metrics["d3s/head_rows_not_computed"] == of_kept - tokens
     assert metrics["d3s/tokens_not_forwarded"] == sum(lengths[key] for key in set(everything) - set(kept))
     assert metrics["d3s/token_share"] == tokens / of_kept >= metrics["d3s/token_share_asked"] == 0.3
-    positive = sum(int(mask.sum()) for key, mask in masks.items() if found[key] > 0)
-    assert metrics["d3s/positive_advantage_share"] == positive / tokens
     assert metrics["d3s/score_of_all/mean"] == pytest.approx(float(flat(rewards)[0].mean()))
-    entropy = torch.cat([workers.entropies[key][masks[key]] for key in masks])
-    assert metrics["d3s/entropy_kept"] == pytest.approx(float(entropy.mean()))
     scores = torch.cat([abs(found[key]) * workers.entropies[key][masks[key]] for key in masks])
     assert metrics["d3s/threshold"] == pytest.approx(float(scores.min()), abs=1e-5)
 
@@ -209,20 +211,6 @@ def test_advantages_of_all_and_of_the_kept_differ_as_they_should(queue: None, sc
     assert found["all"] == pytest.approx({key: of_all[key] for key in kept}, abs=1e-5)
     assert found["kept"] == pytest.approx(verls_advantages(rewards, kept, scaled), abs=1e-5)
     assert max(abs(found["all"][key] - found["kept"][key]) for key in kept) > 0.01
-    for uid in rewards:  # with PODS the survivors of a group have a mean of 0
-        of_group = [found["kept"][key] for key in kept if key.startswith(uid)]
-        assert sum(of_group) == pytest.approx(0, abs=1e-4)
-
-
-def test_rounding_errors_of_equal_rewards_are_no_advantages(queue: None) -> None:
-    """The survivors of the first group have equal rewards, and the whole second group has."""
-    rewards = {"u0": [0.9, 0.1, 0.9, 0.9], "u1": [0.9] * 4}
-    options = f"{D3S}.rollouts_start=3", f"{D3S}.rollout_scope=group", f"{D3S}.rollout_rule=highest"
-    _, batch, metrics = a_step(rewards, *options, f"{D3S}.advantages_from=kept")
-    kept = ["u0_0_0", "u0_2_0", "u0_3_0", "u1_0_0", "u1_1_0", "u1_2_0"]
-    assert any(verls_advantages(rewards, kept).values())
-    assert advantages_in(rows_of(batch, "advantages", "returns")) == dict.fromkeys(kept, 0)
-    assert metrics["d3s/groups_without_spread"] == 0.5
 
 
 def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
@@ -300,8 +288,8 @@ def test_rewards_from_a_colocated_model(queue: None) -> None:
     trainer.replay_buffer.sample = note_order
     batch, _ = run_step(trainer, 6)
     uids = [key.split("_")[0] for key in order]
-    kept = choose_rows(rollout_advantages(rewards, uids), uids, 2)
-    assert sorted(batch.keys) == sorted(order[row] for row in kept)
+    kept = choose_rollouts(rollout_advantages(rewards, uids), 2, groups=uids).tolist()
+    assert sorted(batch.keys) == sorted(key for key, is_kept in zip(order, kept, strict=True) if is_kept)
 
 
 def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
@@ -335,24 +323,6 @@ def test_rows_in_any_order_of_groups_of_any_size(queue: None) -> None:
     assert trainer._advantages == {key: advantages[key] for key in expected}
 
 
-def test_zeros_can_be_dropped(queue: None) -> None:
-    """In the group of 4 with one winner all tokens are kept. Groups without a spread have no token that counts."""
-    rewards = {f"u{group}": [0.0, 0.0, 0.0, 1.0] if group == 3 else [1.0] * 4 for group in range(6)}
-    overrides = f"{D3S}.drop_zeros=true", f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0"
-    _, batch, _ = a_step(rewards, *overrides)
-    for key, row in rows_of(batch, "response_mask").items():
-        assert row["response_mask"][1:].bool().unique().tolist() == [key.startswith("u3")]
-
-
-def test_groups_with_a_share_of_the_variance(queue: None) -> None:
-    """Two groups of six vary most, and keep half of their rollouts."""
-    rewards = {f"u{group}": [0.0, 0.0, 1.0, 1.0 if group in (1, 4) else 0.0] for group in range(6)}
-    _, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.group_variance_mass=0.4")
-    assert {key.split("_")[0] for key in batch.keys} == {"u1", "u4"}
-    assert metrics["d3s/rollouts_kept"] == 4
-    assert metrics["d3s/groups_kept"] == pytest.approx(1 / 3)
-
-
 def test_where_no_group_has_a_spread_there_is_no_gradient_and_no_division_by_0(queue: None) -> None:
     rewards = {f"u{group}": [1.0] * 4 for group in range(6)}
     trainer, batch, metrics = a_step(rewards, f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros=true")
@@ -384,8 +354,6 @@ REFUSED = [
     ([f"{LOSS}=dro", f"{D3S}.loss_denominator=all"], "loss_denominator: got 'all'; d3s_sync takes 'kept'"),
     ([f"{LOSS}=geo_mean", f"{D3S}.loss_denominator=all"], "loss_denominator: got 'all'; d3s_sync takes 'kept'"),
     ([f"{D3S}.rollouts_start=0"], "trainer.v1.d3s_sync.rollouts_start: got 0; takes a share in"),
-    ([f"{D3S}.token_rule=top"], "trainer.v1.d3s_sync.token_rule: got 'top'; takes 'advantage_entropy' or"),
-    ([f"{D3S}.tokens=0.5"], "trainer.v1.d3s_sync.tokens: got 0.5, but it is no option; the options are "),
 ]  # fmt: skip
 
 

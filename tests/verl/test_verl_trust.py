@@ -1,6 +1,6 @@
 """Tokens that were sampled with another probability: verl's own masks are those of ours, and its update costs less.
 
-Real: verl's rollout correction, its losses, its trainer with its storage, and the engine's way into the head.
+Real: verl's rollout correction, its losses, and its trainer with its storage.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from torch import Tensor
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
-from head_ranks import make_model, outputs_of
-from test_verl_head import Calls, a_micro_batch
-from test_verl_sampling_masks import micro_batch_of
-from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_corr_helper import (
-    compute_rollout_correction_and_add_to_batch,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-)
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from verl_world import a_step, draw_rewards, make_trainer, rows_of
 
 from d3s_kernels import trusted_tokens
@@ -41,55 +33,34 @@ def near(rows: int = 12, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
     return logprob, sampled, mask
 
 
-REJECTIONS = [
-    ("token_k1", "token_mask", 0.8, 1.3), ("seq_sum_k1", "sequence_mask", 0.3, 2.5),
-    ("seq_mean_k1", "geometric_mask", 0.9, 1.08),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "rule", "low", "high"), REJECTIONS)
-def test_rejections_of_verl(name: str, rule: Any, low: float, high: float) -> None:
-    """verl bounds q / p, so that its bounds are the inverse ones."""
-    logprob, sampled, mask = near()
-    theirs, _ = compute_rollout_rejection_mask(logprob - sampled, mask.long(), name, f"{1 / high}_{1 / low}")
-    ours = trusted_tokens(logprob, sampled, rule, low=low, high=high, mask=mask)
-    assert ours.mask.equal(theirs.bool())
-    assert 0 < ours.count < mask.sum()
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
-    ("bounds", "way", "low", "high"), [("0.7_1.4", "mask", 0.7, 1.4), ("1.4", "truncate", 0.0, 1.4)]
+    ("name", "bounds", "rule", "low", "high"),
+    [
+        (
+            "token_k1",
+            f"{1 / 1.3}_{1 / 0.8}",
+            "token_mask",
+            0.8,
+            1.3,
+        ),  # verl bounds q / p: its bounds are the inverse ones
+        ("seq_sum_k1", f"{1 / 2.5}_{1 / 0.3}", "sequence_mask", 0.3, 2.5),
+        ("seq_mean_k1", f"{1 / 1.08}_{1 / 0.9}", "geometric_mask", 0.9, 1.08),
+        ("token", "0.7_1.4", "token_mask", 0.7, 1.4),
+        ("token", "1.4", "token_truncate", 0.0, 1.4),
+        ("sequence", "0.7_1.4", "sequence_mask", 0.7, 1.4),
+        ("sequence", "1.4", "sequence_truncate", 0.0, 1.4),
+    ],
 )
-def test_weights_of_verl(level: str, bounds: str, way: str, low: float, high: float) -> None:
+def test_rejections_and_weights_of_verl(name: str, bounds: str, rule: Any, low: float, high: float) -> None:
     logprob, sampled, mask = near()
-    theirs, _ = compute_rollout_correction_weights(logprob - sampled, mask.long(), level, bounds)
-    ours = trusted_tokens(logprob, sampled, f"{level}_{way}", low=low, high=high, mask=mask)  # type: ignore[arg-type]
-    torch.testing.assert_close(ours.weight, theirs, rtol=1e-5, atol=1e-7)
-    assert (0 < ours.count < mask.sum()) == (way == "mask")
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_what_verl_rejects_is_not_computed(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's rejections are in the response mask before the update, where our head reads it."""
-    calls = Calls(monkeypatch)
-    _, batch, _ = a_micro_batch(packed, update=True)
-    mask = batch.batch["response_mask"].bool()
-    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.3 * torch.randn(mask.shape)
-    config = Config(rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
-    given = DataProto.from_dict(tensors=dict(batch.batch.items()))
-    corrected, _ = compute_rollout_correction_and_add_to_batch(given, config)
-    left = corrected.batch["response_mask"]
-    assert 0 < left.sum() < mask.sum()
-    batch.batch["response_mask"] = left
-    outputs_of("d3s", make_model("d3s"), micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=True))
-    assert calls.rows == [int(left.sum())]
-
-
-class Config(dict[str, Any]):
-    """As verl reads a section."""
-
-    __getattr__ = dict.get
+    ours = trusted_tokens(logprob, sampled, rule, low=low, high=high, mask=mask)
+    if "_" in name:
+        theirs, _ = compute_rollout_rejection_mask(logprob - sampled, mask.long(), name, bounds)
+        assert ours.mask.equal(theirs.bool())
+    else:
+        theirs, _ = compute_rollout_correction_weights(logprob - sampled, mask.long(), name, bounds)
+        torch.testing.assert_close(ours.weight, theirs, rtol=1e-5, atol=1e-7)
+    assert (0 < ours.count < mask.sum()) == rule.endswith("_mask")
 
 
 # ---- the trainer mode ------------------------------------------------------------------------------------------------
