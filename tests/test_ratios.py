@@ -107,18 +107,6 @@ def test_sequences_as_trainers_have_them(trainers: Callable[..., Tensor], shift:
         assert_ratio(our[mask], their[mask])
 
 
-@pytest.mark.parametrize("denominator", ["self", "old"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_gradient_of_a_kept_token_is_its_ratio(level: str, denominator: str) -> None:
-    """A dropped token has none, and still counts in its sequence: a selection masks the loss, not the ratio."""
-    logprob, old, mask = sample()
-    kept = mask & (torch.rand(mask.shape) < 0.2)
-    options = {"level": level, "denominator": denominator, "groups": groups_at(level, mask.shape, least=0, most=1)}
-    ratio, gradient = with_gradient(importance_ratio, logprob, kept, old_logprob=old, mask=mask, **options)
-    assert_identical(gradient, ratio * kept)
-    assert level == "token" or not torch.equal(ratio, importance_ratio(logprob, old, kept, **options))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_policy_that_has_not_moved(level: str) -> None:
     """Ratios are exactly 1, and their gradient is that of the log-probability."""
@@ -301,23 +289,6 @@ def test_a_quantile_is_the_number_that_is_written(quantile: float, tokens: int, 
     assert (entropy_groups(torch.rand(2, tokens), quantiles=(quantile,)).sum(-1) == high).all()
 
 
-def test_as_torch_quantile_cuts_where_no_two_are_equal() -> None:
-    """For n tokens with (n - 1) q whole, a cut by value and a cut by number agree up to one token."""
-    entropy = torch.rand(5, 101)
-    quantiles = (0.2, 0.5, 0.9)
-    limits = torch.quantile(entropy, torch.tensor(quantiles), dim=-1, interpolation="nearest")
-    by_value = (entropy > limits.unsqueeze(-1)).sum(0)
-    by_number = entropy_groups(entropy, quantiles=quantiles)
-    assert (by_number - by_value).abs().sum(-1).max() <= len(quantiles)  # one token for each cut
-    assert (by_number >= by_value).all()
-
-
-def test_groups_of_one_token_and_of_ties() -> None:
-    assert entropy_groups(torch.tensor([[0.5]])).tolist() == [[1]]
-    assert entropy_groups(torch.full((1, 5), 0.5)).tolist() == [[1, 0, 0, 0, 0]]
-    assert entropy_groups(torch.full((2, 3), 0.5), quantiles=()).tolist() == [[0, 0, 0]] * 2
-
-
 # ---- adaptive_clip ---------------------------------------------------------------------------------------------------
 
 
@@ -354,16 +325,3 @@ def test_a_sequence_too_long_to_be_added_up_is_refused() -> None:
             importance_ratio(tokens, tokens, level="sequence", offsets=offsets)
     with pytest.raises(ValueError, match="entropy: got a sequence"):
         adaptive_clip(tokens, tokens.to(torch.int8), vocab_size=10)
-
-
-def test_empty() -> None:
-    for shape, offsets in (((0, 5), None), ((3, 0), None), ((0,), torch.tensor([0])), ((0,), torch.tensor([0, 0]))):
-        values = torch.zeros(shape, requires_grad=True)
-        groups = torch.zeros(shape, dtype=torch.int8)
-        for level in LEVELS:
-            given = groups if level == "entropy_group" else None
-            ratio = importance_ratio(values, values.detach(), level=level, groups=given, offsets=offsets)
-            assert ratio.shape == shape
-            ratio.sum().backward()
-        assert entropy_groups(values.detach(), offsets=offsets).shape == shape
-        assert adaptive_clip(values.detach(), groups, vocab_size=10, offsets=offsets).shape == shape

@@ -205,59 +205,6 @@ def test_a_narrow_gradient_over_its_own_logits(rows: int) -> None:
         assert_same_bits(narrow, wide)
 
 
-def timed(what: str, call: Callable[[], object]) -> tuple[str, str]:
-    """For record_property, which prints it: how long a call takes by the GPU's own clock."""
-    times = []
-    for _ in range(size(5, 0)):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(1000 * begin.elapsed_time(end))
-    return "layer", f"{what}: {min(times, default=0):.1f} us, the first time {max(times, default=0):.1f} us"
-
-
-@pytest.mark.parametrize("run", [1, 512, 513, size(5000, 600)])
-def test_sums_of_runs_of_any_length(run: int, record_property: Callable) -> None:
-    """A failure at 513 and above: what blocks that share a run add up. The times show stores of less than 128 bits, and
-    padding of runs of one.
-    """
-    width, places = size(896, 64), max(run, size(64_000, 600) // run * run)
-    generator = torch.Generator().manual_seed(8)
-    matrix = torch.randn(places // run, width, generator=generator).to(GPU, torch.bfloat16)
-    other = torch.randn(1000, width, generator=generator).to(GPU, torch.bfloat16)
-    grad = torch.randn(places, generator=generator).to(GPU)
-    runs = torch.arange(places // run, device=GPU).repeat_interleave(run).int()
-    each = torch.randint(1000, (places,), generator=generator).int().to(GPU)
-    mixed = torch.randperm(places, generator=generator).to(GPU)  # a token's places lie anywhere
-    terms = grad.double().unsqueeze(1) * other[each.long()].double()
-    exact = torch.zeros(matrix.shape, dtype=torch.float64, device=GPU).index_add_(0, runs.long(), terms)
-    limit = torch.zeros_like(exact).index_add_(0, runs.long(), terms.abs()) * 2**-20 + 1e-30
-
-    of_weight = torch.zeros(matrix.shape, device=GPU)
-    weight_arguments = grad[mixed], other, each[mixed], runs[mixed]
-    OP.support_weight_grad_(*weight_arguments, of_weight)
-    assert ((of_weight - exact).abs() <= limit).all()
-
-    # The places of spans, and then one of each row's label, which has no gradient here.
-    none = torch.full((places // run,), -1, dtype=torch.int32, device=GPU)
-    offsets = torch.arange(0, places + 1, run, device=GPU)
-    of_labels = torch.zeros(places // run, device=GPU)
-    of_places = torch.cat([runs, none]), torch.cat([each, none.clamp(min=0)])
-    hidden_arguments = torch.cat([grad, of_labels]), other, *of_places, offsets, of_labels.bool()
-    of_hidden = torch.zeros(matrix.shape, device=GPU)
-    OP.support_hidden_grad_(*hidden_arguments, of_hidden)
-    assert ((of_hidden - exact).abs() <= limit).all()
-    shape = f"runs of {run}, {places} places of {width}"
-    record_property(
-        *timed(f"support_weight_grad_, {shape}", lambda: OP.support_weight_grad_(*weight_arguments, of_weight))
-    )
-    record_property(
-        *timed(f"support_hidden_grad_, {shape}", lambda: OP.support_hidden_grad_(*hidden_arguments, of_hidden))
-    )
-
-
 @pytest.mark.on_gpu_only
 def test_a_bad_ratio_is_told_once() -> None:
     """A failure: what kernels note in host memory does not arrive there, or is told again."""
