@@ -380,25 +380,19 @@ def test_denominator(over: str, expected: int) -> None:
 
 
 def of_rank(ranks: Ranks, advantages: Tensor, entropy: Tensor) -> None:
-    """Each rank has two of six groups; together they choose what one process would."""
-    group = torch.distributed.group.WORLD
-    own = slice(2 * ranks.rank, 2 * ranks.rank + 2)
-    for scope in SCOPES:
-        selection = both_ends(3, rollout_scope=scope, token_ratio_start=0.3)
-        kept = selection.rollouts(advantages[own], 0.0, process_group=group)
-        assert torch.equal(kept, selection.rollouts(advantages, 0.0)[own])
-        massed = both_ends(3, rollout_scope=scope, group_variance_mass=0.5)
-        for rewards in (advantages * torch.tensor([[3.0], [1], [2], [1], [1], [1]]), torch.zeros(6, 4)):
-            kept = massed.rollouts(advantages[own], 0.0, rewards=rewards[own], process_group=group)
-            assert torch.equal(kept, massed.rollouts(advantages, 0.0, rewards=rewards)[own])
-        rows = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    """Each rank has two of six groups; together they choose what one process would. The rules: test_across_ranks.py."""
+    own, rows = slice(2 * ranks.rank, 2 * ranks.rank + 2), slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    group, mask = torch.distributed.group.WORLD, torch.ones_like(entropy, dtype=torch.bool)
+    for over, share, rewards in (("kept", None, None), ("all", 0.5, advantages * 2), ("all", 0.5, torch.zeros(6, 4))):
+        selection = both_ends(3, group_variance_mass=share, token_ratio_start=0.3, loss_denominator=over)
+        some = None if rewards is None else rewards[own]
+        kept = selection.rollouts(advantages[own], 0.0, rewards=some, process_group=group)
+        assert torch.equal(kept, selection.rollouts(advantages, 0.0, rewards=rewards)[own])
         tokens = selection.tokens(entropy[rows], advantages[own].flatten(), 0.0, process_group=group)
         whole = selection.tokens(entropy, advantages.flatten(), 0.0)
         assert torch.equal(tokens.mask, whole.mask[rows])
-        for over in ("kept", "all"):
-            one = d3s.Selection(loss_denominator=over)
-            mask, mine = torch.ones_like(entropy, dtype=torch.bool), torch.ones_like(entropy[rows], dtype=torch.bool)
-            assert torch.equal(one.denominator(tokens, mine, process_group=group), one.denominator(whole, mask))
+        shared = selection.denominator(tokens, mask[rows], process_group=group)
+        assert torch.equal(shared, selection.denominator(whole, mask))
 
 
 def test_ranks_choose_together() -> None:
