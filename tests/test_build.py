@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,35 +56,6 @@ def test_a_simd_variant_exports_only_its_table(source: str, tmp_path: Path) -> N
     subprocess.run(["g++", *flags, "-DD3S_LEVEL=avx512", "-c", str(file), "-o", str(out)], check=True)
     defined = [(kind, name) for kind, name in symbols(out) if kind not in "Utrbd"]
     assert [kind for kind, _ in defined] in (["R"], ["D"])
-
-
-def run_at_level(level: str) -> dict[str, object]:
-    script = """
-import json, torch, d3s_kernels as d3s
-generator = torch.Generator().manual_seed(0)
-logits = (4 * torch.randn(5, 9001, generator=generator)).requires_grad_()
-labels = torch.randint(0, 9001, (5,), generator=generator)
-logprob, entropy = d3s.logprob_entropy(logits, labels)
-gradient, = torch.autograd.grad(logprob.sum() + 2 * entropy.sum(), logits)
-mask = d3s.topk_mask(torch.randn(70000, generator=generator), 0.1)
-print(json.dumps(dict(simd=d3s.build_info()["simd"], logprob=logprob.tolist(), entropy=entropy.tolist(),
-                      gradient=gradient.norm().item(), mask=mask.nonzero().flatten().tolist())))
-"""
-    environment = {**os.environ, "D3S_KERNELS_SIMD": level}
-    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
-    return json.loads(out.stdout)
-
-
-@pytest.mark.slow("that the levels agree more closely than each with the reference")
-def test_every_simd_level_computes_the_same() -> None:
-    best = run_at_level("no such level")
-    assert best["simd"] == d3s_kernels.build_info()["simd"] or "D3S_KERNELS_SIMD" in os.environ
-    for level in LEVELS[: LEVELS.index(best["simd"])]:
-        result = run_at_level(level)
-        assert result["simd"] == level
-        assert result["mask"] == best["mask"]
-        for name in ("logprob", "entropy", "gradient"):
-            torch.testing.assert_close(torch.tensor(result[name]), torch.tensor(best[name]), rtol=1e-6, atol=3e-6)
 
 
 def test_the_process_keeps_its_denormals() -> None:

@@ -167,7 +167,7 @@ def other_cases() -> list[object]:
         bad("scope", select_tokens_from_logits, LOGITS, EACH, 0.5, scope=None),
         bad("scope", *rollouts, scope="sequence"),
         *each("rule", ("best", "entropy", None, ["random"]), *rollouts),
-        *each("rule", ("best", "percentile", None, 1), *tokens, EACH, 0.5),
+        *each("rule", ("best", "percentile", None, ["prefix"]), *tokens, EACH, 0.5),
         bad("generator", *rollouts, generator=seeded),
         bad("generator", *rollouts, rule="percentile", generator=seeded),
         bad("generator", *rollouts, rule="random", generator=7),

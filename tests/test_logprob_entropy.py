@@ -2,23 +2,23 @@
 
 import pytest
 import torch
+from cases.draw import SPECIAL, draws
+from cases.logprobs import any_logits
+from cases.row import Arguments
 from helpers import (
     DTYPES,
     INF,
     NAN,
     VOCABULARIES,
-    LogitsCase,
     assert_entropy,
     assert_gradient,
     assert_logprob,
     assert_narrow_gradient,
     assert_same_bits,
-    logits_cases,
     random_labels,
     random_logits,
     unwritten,
 )
-from hypothesis import given, settings
 from torch import Tensor
 
 from d3s_kernels import entropy, logprob_entropy, reference
@@ -65,24 +65,30 @@ def test_where_a_row_is_cut(vocabulary: int, dtype: torch.dtype) -> None:
     check(random_logits(5, vocabulary, dtype=dtype), random_labels(5, vocabulary=vocabulary), temperature=0.7)
 
 
-@given(logits_cases(special=(INF, -INF, NAN, 3e38, -3e38, 1e20, 88.0)))
-def test_any_logits(case: LogitsCase) -> None:
-    logprob, row_entropy = logprob_entropy(case.logits, case.labels, **case.options)
-    expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
-    assert_logprob(logprob, expected[0])
-    assert_entropy(row_entropy, expected[1])
-    assert_same_bits(entropy(case.logits, **case.options), row_entropy)
+def test_any_logits() -> None:
+    for draw in draws(most=80):
+        given = any_logits(draw, *SPECIAL, 3e38, -3e38, 1e20, 88.0)
+        logprob, row_entropy = logprob_entropy(**given)
+        expected = reference.logprob_entropy(**given)
+        assert_logprob(logprob, expected[0])
+        assert_entropy(row_entropy, expected[1])
+        del given["labels"]
+        assert_same_bits(entropy(**given), row_entropy)
 
 
-@settings(max_examples=20)
-@given(logits_cases(max_vocabulary=6))
-def test_the_reference_gradient_is_the_derivative(case: LogitsCase) -> None:
+def test_the_reference_gradient_is_the_derivative() -> None:
     """The float64 gradient, with which all others are compared, is checked here, also beside a masked vocabulary."""
-    walls = torch.zeros(case.logits.shape, dtype=torch.float64)
-    walls[..., 1::3] = -INF
-    labels = case.labels.masked_fill(case.labels % 3 == 1, -100)  # -inf has no derivative
-    logits = case.logits.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: reference.logprob_entropy(z + walls, labels, **case.options), (logits,))
+    for draw in draws(20, most=6):
+        given = any_logits(draw, 0.0)
+        logits = given.pop("logits").double().nan_to_num(0.0, posinf=0.0, neginf=0.0).requires_grad_()
+        walls = torch.zeros(logits.shape, dtype=torch.float64)
+        walls[..., 1::3] = -INF
+        given["labels"] = given["labels"].masked_fill(given["labels"] % 3 == 1, -100)  # -inf has no derivative
+
+        def scores(leaf: Tensor, walls: Tensor = walls, given: Arguments = given) -> tuple[Tensor, ...]:
+            return reference.logprob_entropy(leaf + walls, **given)
+
+        assert torch.autograd.gradcheck(scores, (logits,))
 
 
 @pytest.mark.simd

@@ -52,36 +52,6 @@ def ppo_loss(ratio: Tensor, advantages: Tensor, clip: float = 0.2) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
-def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-
-
-@pytest.mark.parametrize("clip", [0.02, 10.0])
-def test_gspo_is_gspo_token_when_a_sequence_has_one_advantage(clip: float) -> None:
-    """The paper's eq. 5 and its eq. 13 give the same loss, clipped tokens and gradient."""
-    logprob, old, mask = sample()
-    advantages = torch.randn(6)
-    results = []
-    for form in ("sequence", "token"):
-        leaf = logprob.clone().requires_grad_()
-        if form == "sequence":
-            ratio = torch.exp(sequence_means(leaf - old, mask))  # eq. 7
-            losses = ppo_loss(ratio, advantages, clip)
-            clipped = (ratio - 1).abs() > clip
-        else:
-            each = importance_ratio(leaf, old, mask, level="sequence", log_bounds=UNBOUNDED)
-            losses = sequence_means(ppo_loss(each, advantages.unsqueeze(-1), clip), mask)
-            losses = torch.where(mask.any(-1), losses, ppo_loss(torch.ones(6), advantages, clip))
-            clipped = ((each - 1).abs() > clip).any(-1)
-        loss = losses.mean()
-        results.append((loss.detach(), clipped, torch.autograd.grad(loss, leaf)[0]))
-    (loss, clipped, gradient), (token_loss, token_clipped, token_gradient) = results
-    torch.testing.assert_close(token_loss, loss)
-    assert torch.equal(token_clipped, clipped)
-    torch.testing.assert_close(token_gradient, gradient, rtol=1e-5, atol=1e-8)
-    assert gradient.any()
-
-
 def trl_gspo_token(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     """`sequence_token` of TRL's GSPO-token trainer, which was in TRL's releases up to 1.13."""
     sequence = (((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).detach().unsqueeze(-1)
