@@ -154,28 +154,12 @@ def test_a_nan_of_any_bits_shows() -> None:
         assert result.isnan().all()
 
 
-def test_a_nan_row_leaves_its_neighbours_gradient_alone() -> None:
-    logits, labels, good = random_logits(4, 100), torch.tensor([1, 2, 3, 4]), [0, 1, 3]
-    logits[2, 50] = NAN
-    leaves = logits.clone().requires_grad_(), logits[good].requires_grad_()
-    whole, alone = (
-        torch.autograd.grad(sum(logprob_entropy(leaf, given)).sum(), leaf)[0]
-        for leaf, given in zip(leaves, (labels, labels[good]), strict=True)
-    )
-    assert_same_bits(whole[good], alone)
-
-
 @pytest.mark.parametrize("place", [0, 17, 8191, 8192, 9999])
 def test_a_single_finite_logit_is_certain(place: int) -> None:
     logits = torch.full((10_000,), -INF)
     logits[place] = -1234.5
     logprob, row_entropy = logprob_entropy(logits, torch.tensor(place))
     assert (logprob.item(), row_entropy.item()) == (0.0, 0.0)
-
-
-def test_an_impossible_label_has_logprob_minus_infinity() -> None:
-    logprob, _ = logprob_entropy(torch.tensor([0.0, -INF, 1.0]), torch.tensor(1))
-    assert logprob.item() == -INF
 
 
 @pytest.mark.parametrize("height", [5.0, 15.0, 30.0, 60.0, 120.0])
@@ -204,17 +188,6 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
-
-
-def test_each_gradient_alone_and_both_together() -> None:
-    logits, labels, weights = random_logits(5, 200).requires_grad_(), torch.arange(5), torch.randn(2, 5)
-    exact = logits.detach().double().requires_grad_()
-    for chosen in ([0], [1], [0, 1]):
-        gradient, expected = (
-            torch.autograd.grad([function(leaf, labels)[i] for i in chosen], leaf, list(weights[chosen].to(leaf)))[0]
-            for function, leaf in ((logprob_entropy, logits), (reference.logprob_entropy, exact))
-        )
-        assert_gradient(gradient, expected, floor=cancelled(weights[chosen]))
 
 
 def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:

@@ -151,14 +151,6 @@ def test_rows_of_nothing_but_minus_infinity_are_nan() -> None:
     assert all(torch.stack(finished(case, states_of(case, [0, 4, 9]))[:2]).isnan().flatten())
 
 
-def test_masked_rows_are_not_read() -> None:
-    logits, labels, mask = random_logits(5, 30), torch.arange(5), torch.tensor([True, False, True, True, False])
-    state, before, expected = no_logits(5), no_logits(5), no_logits(5)
-    OPS.softmax_state_(state, logits.masked_fill(~mask.unsqueeze(1), NAN), labels, 0, 1.0, None, mask)
-    OPS.softmax_state_(expected, logits, labels, 0)
-    assert_same_bits(state, torch.where(mask.unsqueeze(1), expected, before))
-
-
 def test_a_label_of_another_piece() -> None:
     """A label outside the piece adds no term to state and gradient. A label below 0 is in no piece."""
     logits, labels, ones = random_logits(4, 60), torch.tensor([5, 25, 59, -100]), torch.ones(4)
