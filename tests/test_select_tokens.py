@@ -30,6 +30,18 @@ def test_the_score_is_the_product_in_float32() -> None:
     assert select_tokens(values, each, 0.5).mask.tolist() == [[False, True], [True, False]]
 
 
+@pytest.mark.parametrize("short", range(4))
+def test_a_sequence_of_one_token_has_its_own_advantage(short: int) -> None:
+    """At any position beside longer sequences, it uses its own advantage and not that of a neighbour."""
+    lengths, each = torch.full((4,), 3), torch.full((4,), 2.0)
+    lengths[short] = each[short] = 1
+    offsets = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
+    highest = torch.ones(10, dtype=torch.bool)
+    highest[offsets[short]] = False
+    assert_identical(select_tokens(torch.ones(10), each, 0.9, offsets=offsets).mask, highest)
+    assert_identical(select_tokens(torch.ones(10), 3 - each, 0.1, offsets=offsets).mask, ~highest)
+
+
 def test_as_many_advantages_as_tokens_are_for_the_tokens() -> None:
     values, offsets = torch.ones(3), torch.tensor([0, 0, 1, 3])  # three sequences, three tokens
     found = select_tokens(values, torch.tensor([3.0, 1.0, 2.0]), 0.3, offsets=offsets)
