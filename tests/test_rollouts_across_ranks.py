@@ -35,6 +35,16 @@ def test_random_rule_draws_all_alike() -> None:
     assert (shares - 0.5).abs().max() < 0.13  # six standard deviations
 
 
+@on_ranks(*SIZES)
+def rewards_that_are_equal_up_to_rounding(ranks: Ranks) -> None:
+    """One group of all ranks, in the dtype of the rewards: their advantages are exactly 0."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rewards = torch.tensor([1, 1 - torch.finfo(dtype).eps / 2] * ranks.size, dtype=dtype)
+        own, whole = rewards[2 * ranks.rank :][:2], torch.tensor([0, len(rewards)])
+        found = group_advantages(own, offsets=whole, placement="global", process_group=ranks.group)
+        assert not found.any(), dtype
+
+
 @on_ranks(2)
 def groups_of_one_rank_are_local(ranks: Ranks) -> None:
     """A mesh is accepted as a group."""
