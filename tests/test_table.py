@@ -189,6 +189,13 @@ def test_every_public_function_of_the_reference_is_in_the_table() -> None:
     require_all("d3s_kernels/check/tolerances.py, of the ops", set(OPS) & set(FUNCTIONS), set(OPS) & set(d3s.__all__))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_has_tests_of_its_own(name: str) -> None:
+    imported = re.compile(rf"^from d3s_kernels import (\([^)]*|.*)\b{name}\b|\bd3s\.{name}\(", re.MULTILINE)
+    files = ROOT.joinpath("tests").glob("test_*.py")
+    assert any(imported.search(file.read_text(encoding="utf-8")) for file in files), "see CONTRIBUTING.md"
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_named_as_the_schema_has_them(op: str) -> None:
     """There is one name for each argument that the op writes and each result that it returns."""
