@@ -1,4 +1,4 @@
-"""What the test files share: strategies for edge cases, and comparisons with no more tolerance than float32 needs."""
+"""What the test files share: random inputs, and comparisons with no more tolerance than float32 needs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 import d3s_kernels
@@ -23,10 +22,6 @@ EVERYTHING = os.environ.get("D3S_TEST_ALL") == "1"  # make test-all
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABULARIES = (1, 2, 31, 50_257, 128_256, 151_936, 152_064)
 INF, NAN = math.inf, math.nan
-
-dtypes = st.sampled_from(DTYPES)
-seeds = st.integers(0, 2**32 - 1)
-leading_shapes = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 
 def random_generator(seed: int) -> torch.Generator:
@@ -199,42 +194,6 @@ def whole_number_product(*rows: int, vocabulary: int, dtype: torch.dtype = torch
     the logits are the same however it is divided into tiles."""
     hidden, weight = torch.randint(-2, 3, (*rows, 16)), torch.randint(-2, 3, (vocabulary, 16))
     return hidden.to(dtype), weight.to(dtype) / 8
-
-
-class LogitsCase(NamedTuple):
-    logits: Tensor
-    labels: Tensor
-    options: dict[str, object]  # temperature and mask
-
-
-@st.composite
-def logits_cases(draw: st.DrawFn, special: tuple[float, ...] = (), max_vocabulary: int = 80) -> LogitsCase:
-    """Logits of any shape and dtype, with some `special` values, and every kind of temperature and mask."""
-    generator = random_generator(draw(seeds))
-    shape = draw(leading_shapes)
-    vocabulary = draw(st.integers(1, max_vocabulary))
-    spread, shift = draw(st.sampled_from([0.1, 3.0, 30.0])), draw(st.sampled_from([0.0, 1000.0, -1000.0]))
-    logits = torch.randn(*shape, vocabulary, generator=generator) * spread + shift
-    if special and logits.numel():
-        places = st.integers(0, logits.numel() - 1)
-        for place, value in draw(st.lists(st.tuples(places, st.sampled_from(special)), max_size=12)):
-            logits.view(-1)[place] = value
-    labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
-    mask = torch.rand(shape, generator=generator) < 0.7 if draw(st.booleans()) else None
-    options = {"temperature": draw(temperatures(shape)), "mask": mask}
-    return LogitsCase(logits.to(draw(dtypes)), labels.to(draw(st.sampled_from([torch.int64, torch.int32]))), options)
-
-
-@st.composite
-def temperatures(draw: st.DrawFn, shape: tuple[int, ...]) -> float | Tensor:
-    """A number, a 0-d tensor, one temperature for each row, or a shape that broadcasts to the rows."""
-    value = draw(st.sampled_from([1.0, 0.7, 0.1, 4.0]))
-    shapes = [(), shape, shape[-1:], (*shape[:-1], 1) if shape else ()]
-    of = draw(st.sampled_from([None, *shapes]))
-    if of is None:
-        return value
-    rows = value * (0.5 + torch.rand(of, generator=random_generator(draw(seeds))))
-    return rows.to(draw(st.sampled_from([torch.float32, torch.float64])))
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------

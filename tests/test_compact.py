@@ -23,12 +23,5 @@ def test_long_masks(n: int, share: float) -> None:
         check(mask, capacity)
 
 
-def test_order_is_that_of_the_rows_whatever_the_strides() -> None:
-    mask = torch.rand(8, 9) < 0.4
-    check(mask.T, 50)
-    check(mask[:, ::2], 50)
-    check(mask[:1].expand(4, 9), 50)
-
-
 def test_a_0d_mask() -> None:
     check(torch.tensor(True), 2)

@@ -17,15 +17,19 @@ VOCABULARY, HIDDEN = 50, 16
 def clipped_surrogate(
     logprob: Tensor, entropy: Tensor, labels: Tensor, old: Tensor, rewards: Tensor, keep: Any, ratio: Any, room: int
 ) -> tuple[Tensor, ...]:
-    """The loss of GSPO over the tokens that D3S keeps, and every selection on the way to it."""
+    """The losses of GSPO and ESPO over the tokens that D3S keeps, and every selection on the way to them."""
     advantages, mask = d3s.group_advantages(rewards), labels != -100
     rollouts = d3s.select_rollouts(advantages, keep).view(-1, 1)
     kept = d3s.select_tokens(entropy.detach(), advantages.flatten(), ratio, mask=mask & rollouts)
     highest = d3s.topk_mask(entropy, k=room, mask=mask.long())
     indices, count = d3s.compact(kept.mask, room)
-    weight = d3s.importance_ratio(torch.where(kept.mask, logprob, logprob.detach()), old, mask.int(), level="sequence")
-    each = advantages.view(-1, 1)
-    gain = torch.minimum(weight * each, weight.clamp(0.8, 1.2) * each) + 0.01 * entropy * highest
+    groups = d3s.entropy_groups(entropy.detach(), mask)
+    epsilon = d3s.adaptive_clip(entropy.detach(), groups, mask, vocab_size=VOCABULARY)
+    policy, each = torch.where(kept.mask, logprob, logprob.detach()), advantages.view(-1, 1)
+    gain = 0.01 * entropy * highest
+    for level, given, clip in (("sequence", None, 0.2), ("entropy_group", groups, 10 * epsilon)):
+        weight = d3s.importance_ratio(policy, old, mask.int(), level=level, groups=given)
+        gain = gain + torch.minimum(weight * each, torch.clamp(weight, 1 - clip, 1 + clip) * each)
     return -(gain * kept.mask).sum() / kept.count.clamp(min=1), rollouts, kept.mask, kept.threshold, indices, count
 
 
@@ -135,31 +139,6 @@ def test_a_loss_of_a_head(
         kept = [some_spans(labels)] if loss is of_a_sampled_head else []
         given = model, hidden, labels, max_rows, *kept, old, *rest
         assert_same_gradients(compiled, loss, list(model.parameters()), *given)
-
-
-# ---- ESPO ------------------------------------------------------------------------------------------------------------
-
-
-def of_entropy_groups(logprob: Tensor, old: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> list[Tensor]:
-    """ESPO's loss with the ratio of GSPO and with that of entropy groups."""
-    groups = d3s.entropy_groups(entropy, mask)
-    epsilon = d3s.adaptive_clip(entropy, groups, mask, vocab_size=VOCABULARY)
-    loss = torch.zeros(())
-    for level, given in (("sequence", None), ("entropy_group", groups)):
-        ratio = d3s.importance_ratio(logprob, old, mask, level=level, groups=given)
-        clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
-        loss = loss - (torch.min(ratio * advantages, clipped * advantages) * mask).sum() / mask.sum()
-    return [loss, groups, epsilon]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor", shows="what Inductor makes of it")])
-def test_a_loss_of_entropy_groups(backend: str) -> None:
-    compiled = compiled_once(of_entropy_groups, backend)
-    for rows, tokens in ((3, 7), (4, 9), (5, 12)):
-        old = -torch.rand(rows, tokens)
-        logprob = (old + 0.001 * torch.randn(rows, tokens)).requires_grad_()
-        rest = old, torch.rand(rows, tokens), torch.randn(rows, 1), torch.rand(rows, tokens) < 0.8
-        assert_same_gradients(compiled, of_entropy_groups, [logprob], logprob, *rest)
 
 
 @pytest.mark.parametrize(

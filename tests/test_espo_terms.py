@@ -102,18 +102,3 @@ def test_a_token_outside_of_all_groups() -> None:
 def test_weights_are_plain_where_there_is_one_group() -> None:
     batch = sample()
     assert torch.equal(espo_terms(**batch, quantiles=()).weight, batch["mask"].float())
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"quantiles": (0.8, 0.2)}, "quantiles"),
-        ({"quantiles": 0.8}, "quantiles"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"denominator": "new"}, "denominator"),
-        ({"vocab_size": 1}, "vocab_size"),
-    ],
-)
-def test_bad_options(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        espo_terms(**sample() | changed)

@@ -14,10 +14,8 @@ from helpers import (
     NAN,
     assert_entropy,
     assert_gradient,
-    assert_identical,
     assert_logprob,
     assert_same,
-    assert_same_bits,
     random_labels,
     slow,
     slow_elsewhere,
@@ -339,14 +337,6 @@ def test_products_that_read_on_behind_a_row(
         assert (result.isnan() == broken).all()
 
 
-def test_no_row_with_a_target_or_in_the_mask_gives_0() -> None:
-    """The log-probability and its gradients, or all results and gradients."""
-    head, each = random_head(4), [torch.ones(4), torch.zeros(4)]
-    (logprob, _), gradients = with_gradients(head, torch.full((4,), -100), each)
-    results, others = with_gradients(head, torch.arange(4), mask=torch.zeros(4, dtype=torch.bool))
-    assert not any(values.any() for values in (logprob, *gradients, *results, *others))
-
-
 def test_masked_vocabulary() -> None:
     """A bias of -inf removes tokens from the vocabulary: they do not count, and their weights get no gradient."""
     head, labels = random_head(6), torch.arange(6)
@@ -356,49 +346,7 @@ def test_masked_vocabulary() -> None:
     assert not any(gradient[200:].any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("rows", [(0,), (2, 0), (0, 3)])
-def test_no_rows(rows: tuple[int, ...]) -> None:
-    head = random_head(*rows)
-    results, gradients = with_gradients(head, torch.empty(rows, dtype=torch.long))
-    assert all(result.shape == rows for result in results)
-    for gradient, leaf in zip(gradients, head, strict=True):
-        assert_identical(gradient, torch.zeros_like(leaf))
-
-
-# ---- bounds ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bound", [5, 6, 50])
-def test_bounds_that_hold_change_nothing(bound: int) -> None:
-    head, labels = whole_number_head(10), torch.arange(10)
-    mask = labels % 2 == 0  # 5 rows
-    plain, expected = with_gradients(head, labels, mask=mask)
-    bounded, gradients = with_gradients(head, labels, mask=mask, max_rows=bound, max_grad_rows=bound)
-    assert_same(bounded, plain)
-    for ours, theirs in zip(gradients, expected, strict=True):
-        assert_gradient(ours, theirs.double())
-
-
-def test_beyond_the_bounds_all_is_nan() -> None:
-    head, labels = random_head(10), torch.arange(10)
-    wanted = labels % 2 == 0  # 5 rows
-    for result in head(linear_logprob_entropy, labels, mask=wanted, max_rows=4):
-        assert result[wanted].isnan().all()
-    (logprob, _), (of_hidden, *gradients) = with_gradients(head, labels, [wanted.float()] * 2, max_grad_rows=4)
-    assert logprob.isfinite().all()
-    assert all(gradient.isnan().all() for gradient in (of_hidden[wanted], *gradients))
-
-
 # ---- autograd --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
-def test_one_gradient_alone(wanted: str) -> None:
-    head, leaf = random_head(5), getattr(random_head(5), wanted).requires_grad_()
-    alone = head._replace(**{wanted: leaf})
-    (gradient,) = torch.autograd.grad(sum(alone(linear_logprob_entropy, torch.arange(5))).sum(), leaf)
-    _, together = with_gradients(alone, torch.arange(5))
-    assert_same_bits(gradient, dict(zip(Head._fields, together, strict=True))[wanted])
 
 
 def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
@@ -414,13 +362,3 @@ def test_strided_inputs() -> None:
     hidden, weight = torch.randn(3, 9, 16), torch.randn(16, 300).T
     check(Head(hidden[:, 1:-1], weight, None), random_labels(3, 7, vocabulary=300))
     check(Head(hidden.transpose(0, 1), weight, None), random_labels(9, 3, vocabulary=300))
-
-
-def test_a_backward_within_autocast() -> None:
-    """Autocast does not change this op: its arguments determine what it computes."""
-    head = random_head(40, width=32, vocabulary=9000).requiring_grad()
-    loss = sum(head(linear_logprob_entropy, torch.randint(9000, (40,)))).sum()
-    expected = torch.autograd.grad(loss, head.leaves, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = torch.autograd.grad(loss, head.leaves)
-    assert_same(ours, expected)

@@ -127,17 +127,6 @@ def test_what_cannot_be_divided_is_refused_by_all(size: int) -> None:
     assert [(type(error), str(error)) for error in found] == [(ValueError, said)] * size
 
 
-def nothing_kept(ranks: Ranks, rows: int) -> tuple[int, list[int]]:
-    plan = plan_rows(torch.zeros(rows, dtype=torch.bool), ranks.group)
-    return plan.rows, list(exchange_rows(torch.zeros(rows, 4), plan, ranks.group).shape)
-
-
-@sizes
-@pytest.mark.parametrize("rows", [0, 3])
-def test_no_row_is_kept(size: int, rows: int) -> None:
-    assert world(size).run(nothing_kept, rows) == [(0, [0, 4])] * size
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 PLAN = RowPlan(torch.arange(2), torch.arange(0), [0, 0], [0, 0], 2, 0, 2)

@@ -177,12 +177,6 @@ def test_the_trainer_can_read_phase_and_group_size() -> None:
     assert (sampler.phase, sampler.group_size) == (2, 8)
 
 
-def test_a_pass_can_begin_with_a_later_phase() -> None:
-    sampler = PlanSampler(PLAN, epochs=100)
-    sampler.load_state_dict(sampler.state_dict(sampler.starts[2]))
-    assert set(sampler) == QUERIES[2]
-
-
 def test_the_pass_is_not_copied_into_memory() -> None:
     sampler = PlanSampler(PLAN, epochs=10**12)
     assert len(sampler) == 13 * 10**12

@@ -22,5 +22,7 @@ def test_on_plain_pytorch(suite: tuple[str, ...], record_property: Callable) -> 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_the_interpreter_of_triton(record_property: Callable) -> None:
     """Runs tests with small shapes, because the interpreter takes milliseconds for each program."""
-    printed = run_pytest(str(TESTS / "triton_interpreted.py"), D3S_KERNELS_BACKEND="triton", TRITON_INTERPRET="1")
+    here = {"D3S_KERNELS_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    examples = os.environ.get("D3S_TEST_EXAMPLES", "20" if EVERYTHING else "5")
+    printed = run_pytest(str(TESTS / "triton_interpreted.py"), **here, D3S_TEST_EXAMPLES=examples)
     record_property(*layer("the ops in Triton's interpreter", printed))

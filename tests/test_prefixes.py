@@ -133,11 +133,6 @@ def test_a_ratio_in_a_tensor_that_is_out_of_range_keeps_nothing() -> None:
         assert not d3s.random_prefixes(MASK, torch.tensor(ratio)).mask.any()
 
 
-def test_a_rule_that_is_no_text_is_named() -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^rule: got \['prefix'\]"):
-        d3s.select_tokens(torch.rand(2, 3), None, 0.5, rule=["prefix"])  # type: ignore[arg-type]
-
-
 def test_prefixes_need_a_rule_that_cuts() -> None:
     cut = d3s.random_prefixes(MASK)
     with pytest.raises(TypeError, match="mask: got Prefixes with rule 'entropy'; takes them with 'prefix' or"):

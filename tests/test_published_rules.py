@@ -1,4 +1,4 @@
-"""The rules against the authors' code, rewritten here from its description, and against what a paper proves.
+"""The rules against the authors' code, rewritten here from its description. test_max_variance.py proves that of PODS.
 
 trainers/test_trl_rules.py compares with TRL's own code.
 """
@@ -22,81 +22,6 @@ def rewards_of_kind(kind: str) -> Tensor:
         "graded": lambda: torch.randint(5, (GROUPS, N)) / 4,
         "equal": lambda: torch.full((GROUPS, N), 0.7),
     }[kind]()
-
-
-# ---- PODS ------------------------------------------------------------------------------------------------------------
-
-
-def published_max_variance(rewards: Tensor, m: int) -> Tensor:
-    """PODS's selection in one group. It starts with the m highest; then, with more and more of the highest beside the
-    lowest, it takes a candidate whose variance is strictly greater."""
-    descending = rewards.sort(descending=True).values
-    best = descending[:m]
-    for highs in range(m):
-        candidate = torch.cat([descending[:highs], descending[highs - m :]])
-        if candidate.var() > best.var():
-            best = candidate
-    return best
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [2, 3, 6, 11, 12])
-def test_max_variance_of_pods(kind: str, m: int) -> None:
-    rewards = rewards_of_kind(kind)
-    kept = select_rollouts(rewards, m, scope="group")
-    for row, chosen in zip(rewards, kept, strict=True):
-        published, ours = published_max_variance(row.double(), m), row[chosen].double()
-        torch.testing.assert_close(ours.var(), published.var(), rtol=1e-9, atol=1e-12)
-        if kind == "distinct":  # else several subsets vary equally, and rounding decides in .var()
-            assert ours.sort().values.tolist() == published.sort().values.tolist()
-
-
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 11])
-def test_binary_rewards_keep_half_of_each(m: int) -> None:
-    """PODS's theorem 2. Where there are too few of one value, all of these; an odd one is from below."""
-    ones = torch.arange(N + 1)
-    rewards = torch.stack([torch.randperm(N) < count for count in ones]).float()
-    kept = select_rollouts(rewards, m, scope="group")
-    expected = torch.minimum(ones, (m - N + ones).clamp(min=m // 2))
-    assert (rewards * kept).sum(-1).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_pods(kind: str) -> None:
-    """PODS computes advantages from the kept subset."""
-    rewards = rewards_of_kind(kind)
-    kept = select_rollouts(rewards, 4, scope="group")
-    advantages = group_advantages(rewards.masked_fill(~kept, torch.nan))
-    subset = rewards[kept].view(GROUPS, 4)
-    published = (subset - subset.mean(-1, keepdim=True)) / (subset.std(-1, keepdim=True) + 1e-4)
-    torch.testing.assert_close(advantages[kept].view(GROUPS, 4), published, rtol=1e-4, atol=1e-3)
-    assert (advantages[~kept] == 0).all()
-
-
-@pytest.mark.parametrize("kind", ["distinct", "binary", "graded"])
-def test_the_order_of_d3s(kind: str) -> None:
-    """D3S computes advantages from the full group and selects over all groups: no split of the pool varies more."""
-    rewards = rewards_of_kind(kind)
-    kept = select_rollouts(advantages := group_advantages(rewards), 3)
-    pool = advantages.flatten().double().sort().values
-    count = 3 * GROUPS
-    assert kept.sum() == count
-    best = max(torch.cat([pool[:low], pool[len(pool) - (count - low) :]]).var() for low in range(count + 1))
-    torch.testing.assert_close(advantages[kept].double().var(), best, rtol=1e-9, atol=0)
-
-
-# ---- D3S, Lemma 1 ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["distinct", "binary", "graded"])
-@pytest.mark.parametrize(("ddof", "least"), [(1, 1.0), (0, N / (N - 1))])
-def test_a_subset_of_a_standardised_group_can_always_vary_by_one(kind: str, ddof: int, least: float) -> None:
-    """This holds for every size from two on with the sample variance: its mean over subsets is the full group's."""
-    advantages = group_advantages(rewards_of_kind(kind), eps=0.0, ddof=ddof)
-    advantages = advantages[(advantages != 0).any(-1)]  # a group without a spread cannot be standardised
-    for m in range(2, N + 1):
-        kept = select_rollouts(advantages, m, scope="group")
-        assert (advantages[kept].view(-1, m).double().var(-1) >= least * (1 - 1e-6)).all()
 
 
 # ---- CPPO ------------------------------------------------------------------------------------------------------------

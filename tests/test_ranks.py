@@ -11,40 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import SIZES, Ranks, world
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from d3s_kernels._collectives import ranks_of
 from d3s_kernels.distributed.agreement import agree
 
 sizes = pytest.mark.parametrize("size", SIZES)
-
-
-def everyones(ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    own = torch.arange(6).view(2, 3) + 10 * ranks.rank
-    return ranks.gather(own.T), ranks.add_(own.clone()), ranks.gather_number(ranks.rank, own)
-
-
-@sizes
-def test_collectives(size: int) -> None:
-    each = torch.stack([torch.arange(6).view(2, 3) + 10 * rank for rank in range(size)])
-    for gathered, added, numbers in world(size).run(everyones):
-        assert torch.equal(gathered, each.transpose(1, 2))
-        assert torch.equal(added, each.sum(0))
-        assert numbers.tolist() == list(range(size))
-
-
-TEXTS = ["", "a", "Maß: 30 €, \N{SNOWMAN}", "long " * 1000]
-
-
-def texts(ranks: Ranks, given: list[str]) -> list[str]:
-    return ranks.gather_text(given[ranks.rank])
-
-
-@sizes
-def test_texts_of_all_ranks(size: int) -> None:
-    for given in ([""] * size, *((TEXTS[shift:] + TEXTS)[:size] for shift in range(len(TEXTS)))):
-        assert world(size).run(texts, given) == [given] * size
 
 
 def of_a_mesh(ranks: Ranks) -> tuple[int, int, str]:
@@ -98,18 +70,6 @@ def agreed(given: list[dict], *, call: str = "topk_mask", refused: str | None = 
     return world(size).outcomes(agreeing, given, *told, **({"D3S_KERNELS_CHECK": "1"} if check else {}))
 
 
-@sizes
-def test_what_one_rank_refuses_all_refuse_in_the_same_words(size: int) -> None:
-    refused = "ratio: got 2.0; takes a number in (0, 1]"
-    said = f"{refused} (on rank {size - 1} of {size})"
-    found = agreed([{}] * size, refused=refused)
-    assert [(type(error), str(error)) for error in found] == [(ValueError, said)] * size
-    # Without D3S_KERNELS_CHECK only the rank that refuses raises.
-    *others, last = agreed([{}] * size, refused=refused, check=False)
-    assert others == [None] * (size - 1)
-    assert str(last) == refused
-
-
 ODD = {
     "ratio": math.inf,
     "a small number": 5e-324,
@@ -128,7 +88,6 @@ def test_what_is_alike_in_any_form_is_taken() -> None:
 
 # What is given on the first ranks, and on the last one; the call of the last one; what is said.
 DIFFERENT: dict[str, tuple[dict, dict, str, str]] = {
-    "ratio": ({"ratio": 0.1}, {"ratio": 0.2}, "topk_mask", "ratio: got 0.1 on rank 0 and 0.2 on rank "),
     "k": ({"k": torch.tensor(3)}, {"k": torch.tensor(4)}, "topk_mask", "k: got 3 on rank 0 and 4 on rank "),
     "offsets": ({"offsets": torch.arange(90)}, {"offsets": torch.arange(91)}, "topk_mask", "offsets: got [0, 1, 2"),
     "call": ({"k": 1}, {"ratio": 0.5}, "compact", "call: got 'topk_mask' on rank 0 and 'compact' on rank "),

@@ -52,36 +52,6 @@ def ppo_loss(ratio: Tensor, advantages: Tensor, clip: float = 0.2) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 
-def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-
-
-@pytest.mark.parametrize("clip", [0.02, 10.0])
-def test_gspo_is_gspo_token_when_a_sequence_has_one_advantage(clip: float) -> None:
-    """The paper's eq. 5 and its eq. 13 give the same loss, clipped tokens and gradient."""
-    logprob, old, mask = sample()
-    advantages = torch.randn(6)
-    results = []
-    for form in ("sequence", "token"):
-        leaf = logprob.clone().requires_grad_()
-        if form == "sequence":
-            ratio = torch.exp(sequence_means(leaf - old, mask))  # eq. 7
-            losses = ppo_loss(ratio, advantages, clip)
-            clipped = (ratio - 1).abs() > clip
-        else:
-            each = importance_ratio(leaf, old, mask, level="sequence", log_bounds=UNBOUNDED)
-            losses = sequence_means(ppo_loss(each, advantages.unsqueeze(-1), clip), mask)
-            losses = torch.where(mask.any(-1), losses, ppo_loss(torch.ones(6), advantages, clip))
-            clipped = ((each - 1).abs() > clip).any(-1)
-        loss = losses.mean()
-        results.append((loss.detach(), clipped, torch.autograd.grad(loss, leaf)[0]))
-    (loss, clipped, gradient), (token_loss, token_clipped, token_gradient) = results
-    torch.testing.assert_close(token_loss, loss)
-    assert torch.equal(token_clipped, clipped)
-    torch.testing.assert_close(token_gradient, gradient, rtol=1e-5, atol=1e-8)
-    assert gradient.any()
-
-
 def trl_gspo_token(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     """`sequence_token` of TRL's GSPO-token trainer, which was in TRL's releases up to 1.13."""
     sequence = (((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).detach().unsqueeze(-1)
@@ -105,18 +75,6 @@ def test_sequences_as_trainers_have_them(trainers: Callable[..., Tensor], shift:
     ours = with_gradient(importance_ratio, logprob, mask / 7, **options)
     for our, their in zip(ours, theirs, strict=True):
         assert_ratio(our[mask], their[mask])
-
-
-@pytest.mark.parametrize("denominator", ["self", "old"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_gradient_of_a_kept_token_is_its_ratio(level: str, denominator: str) -> None:
-    """A dropped token has none, and still counts in its sequence: a selection masks the loss, not the ratio."""
-    logprob, old, mask = sample()
-    kept = mask & (torch.rand(mask.shape) < 0.2)
-    options = {"level": level, "denominator": denominator, "groups": groups_at(level, mask.shape, least=0, most=1)}
-    ratio, gradient = with_gradient(importance_ratio, logprob, kept, old_logprob=old, mask=mask, **options)
-    assert_identical(gradient, ratio * kept)
-    assert level == "token" or not torch.equal(ratio, importance_ratio(logprob, old, kept, **options))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -301,23 +259,6 @@ def test_a_quantile_is_the_number_that_is_written(quantile: float, tokens: int, 
     assert (entropy_groups(torch.rand(2, tokens), quantiles=(quantile,)).sum(-1) == high).all()
 
 
-def test_as_torch_quantile_cuts_where_no_two_are_equal() -> None:
-    """For n tokens with (n - 1) q whole, a cut by value and a cut by number agree up to one token."""
-    entropy = torch.rand(5, 101)
-    quantiles = (0.2, 0.5, 0.9)
-    limits = torch.quantile(entropy, torch.tensor(quantiles), dim=-1, interpolation="nearest")
-    by_value = (entropy > limits.unsqueeze(-1)).sum(0)
-    by_number = entropy_groups(entropy, quantiles=quantiles)
-    assert (by_number - by_value).abs().sum(-1).max() <= len(quantiles)  # one token for each cut
-    assert (by_number >= by_value).all()
-
-
-def test_groups_of_one_token_and_of_ties() -> None:
-    assert entropy_groups(torch.tensor([[0.5]])).tolist() == [[1]]
-    assert entropy_groups(torch.full((1, 5), 0.5)).tolist() == [[1, 0, 0, 0, 0]]
-    assert entropy_groups(torch.full((2, 3), 0.5), quantiles=()).tolist() == [[0, 0, 0]] * 2
-
-
 # ---- adaptive_clip ---------------------------------------------------------------------------------------------------
 
 
@@ -354,16 +295,3 @@ def test_a_sequence_too_long_to_be_added_up_is_refused() -> None:
             importance_ratio(tokens, tokens, level="sequence", offsets=offsets)
     with pytest.raises(ValueError, match="entropy: got a sequence"):
         adaptive_clip(tokens, tokens.to(torch.int8), vocab_size=10)
-
-
-def test_empty() -> None:
-    for shape, offsets in (((0, 5), None), ((3, 0), None), ((0,), torch.tensor([0])), ((0,), torch.tensor([0, 0]))):
-        values = torch.zeros(shape, requires_grad=True)
-        groups = torch.zeros(shape, dtype=torch.int8)
-        for level in LEVELS:
-            given = groups if level == "entropy_group" else None
-            ratio = importance_ratio(values, values.detach(), level=level, groups=given, offsets=offsets)
-            assert ratio.shape == shape
-            ratio.sum().backward()
-        assert entropy_groups(values.detach(), offsets=offsets).shape == shape
-        assert adaptive_clip(values.detach(), groups, vocab_size=10, offsets=offsets).shape == shape

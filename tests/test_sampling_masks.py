@@ -17,14 +17,13 @@ from helpers import (
     assert_gradient,
     assert_logprob,
     assert_same,
-    assert_same_bits,
     random_logits,
     slow,
     threads,
 )
 from torch import Tensor
 
-from d3s_kernels import SamplingMask, entropy, logprob_entropy, reference, select_tokens, select_tokens_from_logits
+from d3s_kernels import SamplingMask, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
 
 Results = tuple[Tensor, ...]
@@ -117,53 +116,6 @@ def test_a_bad_id_has_no_token_in_the_reference_either() -> None:
     assert [result.isnan().tolist() for result in found] == [[False, True]] * 2
 
 
-def test_a_label_joins_its_set() -> None:
-    logits, labels = random_logits(4, 30), torch.tensor([3, 3, -100, 3])
-    given, whole = ([[7, 9], [3, 9], [7, 9], []], [[7, 9, 3], [3, 9], [7, 9], []])
-    joined, there = (
-        with_gradient(logits, labels, sampling_mask=SamplingMask.from_lists(spans), **options)
-        for spans, options in ((given, {"label_outside": "include"}), (whole, {}))
-    )
-    torch.testing.assert_close(joined, there, rtol=0, atol=1e-5)
-    one = logprob_entropy(logits, labels, sampling_mask=SamplingMask.from_lists([[7]] * 4), label_outside="include")
-    two = logprob_entropy(logits[:, [7, 3]], torch.tensor([1, 1, -100, 1]))
-    torch.testing.assert_close(one[0], two[0], rtol=0, atol=1e-5)
-    assert one[1][2] == 0  # without a label, the set is the span
-
-
-# ---- dense rows ------------------------------------------------------------------------------------------------------
-
-
-def test_a_right_padded_batch_has_no_dense_row() -> None:
-    """Padding is left out by `mask`: a bound of 0 then holds, although the spans of padding are empty."""
-    lengths = torch.tensor([3, 5, 1])
-    mask = torch.arange(5) < lengths.unsqueeze(1)
-    spans, labels = random_spans([2 if kept else 0 for kept in mask.flatten().tolist()], 100)
-    logits = random_logits(3, 5, 100)
-    options = {"sampling_mask": spans, "mask": mask, "max_dense_rows": 0}
-    found = logprob_entropy(logits, labels.view(3, 5), **options)
-    assert not torch.stack(found).isnan().any()
-    assert not torch.stack(found)[:, ~mask].any()
-    assert torch.equal(entropy(logits, **options), found[1])
-    padding = logprob_entropy(logits, labels.view(3, 5), sampling_mask=spans, max_dense_rows=5)  # there are six
-    assert torch.stack(padding).isnan().all()
-
-
-@pytest.mark.parametrize("bound", [0, 1, 2, 3, 7, None])
-def test_a_bound_on_dense_rows(bound: int | None) -> None:
-    mask, labels = random_spans([0, 2, 1, 0, 5], 40)
-    logits, counts = random_logits(5, 40), torch.tensor([True, True, True, True, False])
-    given = {"sampling_mask": mask, "mask": counts, "max_dense_rows": bound}
-    found = with_gradient(logits, labels, **given)
-    holds = bound is None or bound >= 2
-    for result in found:
-        assert not result[4].any()
-        assert result[:4].isnan().any() != holds
-        assert result[:4].isnan().all() != holds
-    if holds:
-        assert_same(found, with_gradient(logits, labels, sampling_mask=mask, mask=counts))
-
-
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
@@ -190,22 +142,6 @@ def test_a_row_has_the_same_bits_with_any_number_of_threads() -> None:
     for count in (2, 3):
         with threads(count):
             assert_same(with_gradient(logits, labels, sampling_mask=mask), expected)
-
-
-# ---- tokens ----------------------------------------------------------------------------------------------------------
-
-
-def test_single_tokens_count_and_score_nothing() -> None:
-    mask, _ = random_spans([1, 6, 1, 9, 1, 1], 50)
-    logits, advantages = torch.randn(6, 50), torch.tensor(1.0)
-    found = select_tokens_from_logits(logits.unsqueeze(0), advantages, 0.5, sampling_mask=mask, max_dense_rows=0)
-    assert found.count == 3  # half of six, so that one of them scores 0
-    assert found.mask.tolist() == [[True, True, False, True, False, False]]
-    without = select_tokens_from_logits(logits.unsqueeze(0), advantages, 0.5, sampling_mask=mask, drop_zeros=True)
-    assert without.mask.tolist() == [[False, True, False, True, False, False]]
-    again = select_tokens(entropy(logits.unsqueeze(0), sampling_mask=mask), advantages, 0.5)
-    assert torch.equal(again.mask, found.mask)
-    assert_same_bits(again.entropy, found.entropy)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -253,11 +189,3 @@ def test_a_masked_row_may_lack_its_label() -> None:
     mask = SamplingMask.from_lists([[3], [9]])
     logprob, _ = logprob_entropy(LOGITS, LABELS, sampling_mask=mask, mask=torch.tensor([True, False]))
     assert logprob.tolist() == [0, 0]
-
-
-def test_no_rows_and_no_ids() -> None:
-    nothing, empty = SamplingMask.from_lists([]), SamplingMask.from_lists([[], []])
-    for function, labels in ((entropy, ()), (logprob_entropy, (LABELS,))):
-        no_labels = [given.new_empty(0, 3) for given in labels]
-        assert function(torch.empty(0, 3, 10), *no_labels, sampling_mask=nothing, max_dense_rows=0) is not None
-        assert_same(function(LOGITS, *labels, sampling_mask=empty), function(LOGITS, *labels))

@@ -13,8 +13,6 @@ from megatron_core import TENSOR_PARALLEL, installed
 from ranks import Ranks, world
 from torch import Tensor
 
-from d3s_kernels import SamplingMask
-
 ROOT = Path(__file__).parents[1]
 VOCABULARY, WIDTH, TEMPERATURE = 60, 8, 0.7
 OBSERVED: list[int] = []  # the set of a token that the sampler has not drawn
@@ -30,14 +28,6 @@ def snippets(page: str) -> dict[str, Any]:
 
 
 PRIME_RL, SLIME, SKYRL = (snippets(f"sampling-masks-{name}.md") for name in ("prime-rl", "slime", "skyrl"))
-
-
-def test_every_snippet_is_tested_here() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    for page in ("PRIME_RL", "SLIME", "SKYRL"):
-        defined = {name for name, value in globals()[page].items() if getattr(value, "__code__", None)}
-        own = {name for name in defined if globals()[page][name].__code__.co_filename.startswith("sampling-masks")}
-        assert own == set(re.findall(rf'{page}\["(\w+)"\]', source))
 
 
 # ---- the dense way ---------------------------------------------------------------------------------------------------
@@ -165,19 +155,13 @@ def expected_scores(logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, Tenso
     return logprob * sampled, entropy * sampled
 
 
-class TensorRef:
-    """``slime/data/tensor.py``, newer than 624b824: a tensor that may still lie on a disk."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.load = lambda: tensor
-
-
-@pytest.mark.parametrize("trainer", ["slime", "newer slime", "miles"])
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
 def test_slime_and_miles(trainer: str) -> None:
     data = packed_responses(forced=trainer == "miles")
     # miles' samples have lists, its batches tensors
-    given = {"slime": lambda tensor: tensor, "newer slime": TensorRef, "miles": Tensor.tolist}[trainer]
-    ids, offsets = ([given(part) for part in data[name]] for name in ("ids", "offsets"))
+    ids, offsets = (
+        [part.tolist() if trainer == "miles" else part for part in data[name]] for name in ("ids", "offsets")
+    )
     masks = SLIME["masks_of_samples"](ids, offsets)
     logits = torch.randn(1, sum(data["total"]) + 3, VOCABULARY, requires_grad=True)  # padded at its end
     arguments = logits, data["tokens"], data["total"], data["response"], masks, TEMPERATURE
@@ -187,25 +171,6 @@ def test_slime_and_miles(trainer: str) -> None:
     check(found, expected_scores(logits[0], data), logits)
 
 
-def test_slime_with_context_parallelism() -> None:
-    """Two ranks, each with the first and last, or both middle quarters of one sequence."""
-    total, response, quarter = 12, 7, 3
-    tokens = torch.randint(VOCABULARY, (total,))
-    spans = [a_span(token) for token in tokens[-response:].tolist()]
-    logits, mask = torch.randn(total, VOCABULARY), SamplingMask.from_lists(spans)
-    expected, _ = dense(logits[total - response - 1 : total - 1] / TEMPERATURE, tokens[-response:], spans)
-    found = torch.zeros(response)
-    for quarters in ((0, 3), (1, 2)):
-        own = torch.cat([torch.arange(quarter * q, quarter * (q + 1)) for q in quarters])
-        predicts = (own >= total - response - 1) & (own < total - 1)
-        rows, places = predicts.nonzero().squeeze(1), own[predicts] - (total - response - 1)
-        logprob, _ = SLIME["scores_of_rows"](
-            logits[own].unsqueeze(0), rows, tokens[own[predicts] + 1], [mask.index_select(places)], TEMPERATURE
-        )
-        found[places] = logprob[rows]
-    close(found, expected)
-
-
 # ---- SkyRL -----------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +178,7 @@ def right_aligned() -> dict[str, Any]:
     """[B, S], padded on the left, of three responses and a row that only fills the batch. The first response has a
     tool's output, and ends with an EOS that SkyRL appended.
     """
-    width, responses, prompts = 14, [8, 3, 6, 0], [4, 9, 2, 1]
+    width, responses = 14, [8, 3, 6, 0]
     actions = max(responses)
     sequences = torch.randint(VOCABULARY, (4, width))
     spans = [[a_span(t) for t in row[width - n :].tolist()] for row, n in zip(sequences, responses, strict=True)]
@@ -223,12 +188,10 @@ def right_aligned() -> dict[str, Any]:
         row[actions - n :] = 1
     loss_mask[0, 3:5] = 0
     values = padded([span for of_row in spans for span in of_row])[0]
-    lengths = torch.tensor([p + n for p, n in zip(prompts, responses, strict=True)])
     boundaries = torch.tensor([0, *responses], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     by_place = [[*[[]] * (width - n - 1), *of_row, []] for of_row, n in zip(spans, responses, strict=True)]
     return {
         "sequences": sequences,
-        "attention_mask": torch.arange(width) >= (width - lengths).unsqueeze(1),
         "loss_mask": loss_mask,
         "support": SimpleNamespace(values=values, cu_seqlens=boundaries),
         "spans": [span for of_row in by_place for span in of_row],
@@ -245,39 +208,21 @@ def expected_of_skyrl(logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, Ten
     return logprob.view_as(counts) * counts, entropy.view_as(counts) * counts
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_skyrl(packed: bool) -> None:
+def test_skyrl() -> None:
     data = right_aligned()
     logits = torch.randn(*data["sequences"].shape, VOCABULARY, requires_grad=True)
     arguments = data["sequences"], data["loss_mask"], data["support"]
     assert SKYRL["skyrl_rows"](*arguments)[2].to_lists() == data["spans"]
-    if packed:
-        places = data["attention_mask"].flatten().nonzero().squeeze(1)
-        of_places = SKYRL["skyrl_scores"](logits.flatten(0, 1)[places].unsqueeze(0), *arguments, nnz_indices=places)
-        zeros = torch.zeros(data["sequences"].numel())
-        found = tuple(zeros.index_put((places,), x[0]).view_as(data["sequences"]) for x in of_places)
-    else:
-        found = SKYRL["skyrl_scores"](logits, *arguments)
-    check(found, expected_of_skyrl(logits, data), logits)
+    check(SKYRL["skyrl_scores"](logits, *arguments), expected_of_skyrl(logits, data), logits)
 
 
 # ---- a vocabulary that ranks share -----------------------------------------------------------------------------------
 
 
 def on_a_rank(ranks: Ranks) -> None:
-    """Each rank has half of the vocabulary. slime: columns of the logits; SkyRL: rows of the head's weight."""
+    """Each rank has half of the vocabulary, here of rows of the head's weight."""
     torch.manual_seed(3)
     own = slice(VOCABULARY // ranks.size * ranks.rank, VOCABULARY // ranks.size * (ranks.rank + 1))
-    data = packed_responses(forced=False)
-    logits = torch.randn(1, sum(data["total"]), VOCABULARY, requires_grad=True)
-    masks = [SamplingMask(*pair) for pair in zip(data["ids"], data["offsets"], strict=True)]
-    arguments = logits[..., own], data["tokens"], data["total"], data["response"], masks, TEMPERATURE
-    scores = SLIME["scores_of_responses"](*arguments, ranks.rank, ranks.group)
-    found, expected = torch.cat(scores["log_probs"]), expected_scores(logits[0], data)[0]
-    close(found, expected)
-    gradients = [torch.autograd.grad(x.sum(), logits)[0][..., own] for x in (found, expected)]
-    close(*gradients)
-
     data = right_aligned()
     hidden = torch.randn(*data["sequences"].shape, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)

@@ -3,34 +3,20 @@
 import pytest
 import torch
 from helpers import (
-    INF,
     NAN,
     assert_identical,
-    assert_same_bits,
     cut,
     random_generator,
-    random_logits,
     slow,
 )
-from torch import Tensor
 
-from d3s_kernels import TokenSelection, entropy, reference, select_tokens, select_tokens_from_logits
+from d3s_kernels import TokenSelection, reference, select_tokens
 
 
 def check(found: TokenSelection, expected: reference.TokenSelection) -> None:
     assert isinstance(found, TokenSelection)
     for name in expected._fields:
         assert_identical(getattr(found, name), getattr(expected, name))
-
-
-def test_from_ragged_logits_at_a_temperature_of_each_token() -> None:
-    logits, offsets, temperature = random_logits(60, 200), cut(60, 5), 0.5 + torch.rand(60)
-    each, mask = torch.randn(5), torch.rand(60) < 0.8
-    for scope in ("batch", "sequence"):
-        options = {"mask": mask, "offsets": offsets, "scope": scope}
-        found = select_tokens_from_logits(logits, each, 0.3, temperature=temperature, **options)
-        assert_same_bits(found.entropy, entropy(logits, temperature=temperature, mask=mask))
-        check(found, reference.select_tokens(found.entropy, each, 0.3, **options))
 
 
 # ---- the score -------------------------------------------------------------------------------------------------------
@@ -47,11 +33,9 @@ def test_the_score_is_the_product_in_float32() -> None:
 @pytest.mark.parametrize("short", range(4))
 def test_a_sequence_of_one_token_has_its_own_advantage(short: int) -> None:
     """At any position beside longer sequences, it uses its own advantage and not that of a neighbour."""
-    lengths = torch.full((4,), 3)
-    lengths[short] = 1
+    lengths, each = torch.full((4,), 3), torch.full((4,), 2.0)
+    lengths[short] = each[short] = 1
     offsets = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
-    each = torch.full((4,), 2.0)
-    each[short] = 1.0
     highest = torch.ones(10, dtype=torch.bool)
     highest[offsets[short]] = False
     assert_identical(select_tokens(torch.ones(10), each, 0.9, offsets=offsets).mask, highest)
@@ -67,11 +51,6 @@ def test_as_many_advantages_as_tokens_are_for_the_tokens() -> None:
 def test_half_precision_advantages() -> None:
     values, each = torch.rand(4, 30), torch.randn(4).bfloat16()
     check(select_tokens(values, each, 0.2), select_tokens(values, each.float(), 0.2))
-
-
-def test_infinity_times_zero_is_no_score() -> None:
-    found = select_tokens(torch.tensor([INF, 0.0, 1.0, INF]), torch.tensor([0.0, INF, 1.0, 1.0]), 1.0)
-    assert found.mask.tolist() == [False, False, True, True]
 
 
 # ---- other rules -----------------------------------------------------------------------------------------------------
@@ -106,39 +85,7 @@ def test_random_tokens_follow_their_generator() -> None:
         assert not one.mask[~mask].any()
 
 
-# ---- TRL's quantile --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow_elsewhere("what torch's quantile does wrong, whoever serves the ops")
-def test_the_faults_of_the_quantile() -> None:
-    """Ties keep more than the share, one NaN keeps nothing, and up to torch 2.13 it refuses more than 2^24 tokens. The
-    rule "entropy" has none of these faults.
-    """
-
-    def counts(values: Tensor) -> tuple[int, int]:
-        return tuple(int(select_tokens(values, None, 0.2, rule=rule).count) for rule in ("entropy_quantile", "entropy"))
-
-    assert counts(torch.ones(100)) == (100, 20)
-    assert counts(torch.cat([torch.rand(100), torch.tensor([NAN])])) == (0, 20)
-    if torch.__version__ < "2.14":
-        with pytest.raises(RuntimeError, match="too large"):
-            select_tokens(torch.zeros(2**24 + 1), None, 0.2, rule="entropy_quantile")
-
-
 # ---- awkward batches -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 5)])
-@pytest.mark.parametrize("rule", ["advantage_entropy", "entropy", "random", "entropy_quantile"])
-def test_nothing_to_keep(shape: tuple[int, ...], rule: str) -> None:
-    """A rank without tokens, or one whose tokens are all masked."""
-    for scope in ("batch",) if rule == "entropy_quantile" else ("batch", "sequence"):
-        options = {"rule": rule, "scope": scope, "mask": torch.zeros(shape).bool()}
-        found = select_tokens(torch.rand(shape), torch.tensor(1.0), 0.2, **options)
-        assert found.mask.shape == shape
-        assert not found.mask.any()
-        assert (found.count == 0).all()
-        assert (found.threshold == INF).all()
 
 
 @pytest.mark.parametrize(

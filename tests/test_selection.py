@@ -321,23 +321,6 @@ def test_rollouts_that_cannot_move_vary_together_with_as_many_on_each_rank() -> 
     assert by_rank.view(2, 4).tolist() == [[True, True, False, False]] * 2
 
 
-def test_and_by_no_less_than_if_each_rank_had_chosen_alone() -> None:
-    for draw in draws():
-        groups, n, ranks = draw.integer(1, 6), draw.integer(2, 9), draw.integer(1, 4)
-        values = torch.randn(groups, n, generator=draw.generator()).mul(2).round() / 2
-        advantages, keep = torch.cat([values, values.flip(0) - 1] * ranks), draw.integer(1, n)
-        kept = choose_rollouts(advantages, keep, multiple_of=ranks, ranks=ranks).view(ranks, -1)
-        by_rank = advantages.view(ranks, -1).double()
-        each = int(kept.sum()) // ranks
-        assert kept.sum(dim=1).tolist() == [each] * ranks
-        total = each * ranks
-        assert keep * len(advantages) <= total < keep * len(advantages) + ranks
-        alone = torch.cat([own[d3s.max_variance_select(own.float(), each)] for own in by_rank])
-        # The choice may lack one exchange's part of the sum: see d3s_kernels/_rules/equal_rows.py.
-        lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
-        assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
-
-
 def test_groups_that_cannot_move_are_chosen_on_their_rank() -> None:
     advantages = torch.tensor(
         [[9.0, -9.0, 8.0, -8.0], [0.3, 0.1, 0.0, -0.1], [5.0, 1.0, 2.0, -5.0], [1.0, 2.0, 3.0, 4.0]]
@@ -397,25 +380,19 @@ def test_denominator(over: str, expected: int) -> None:
 
 
 def of_rank(ranks: Ranks, advantages: Tensor, entropy: Tensor) -> None:
-    """Each rank has two of six groups; together they choose what one process would."""
-    group = torch.distributed.group.WORLD
-    own = slice(2 * ranks.rank, 2 * ranks.rank + 2)
-    for scope in SCOPES:
-        selection = both_ends(3, rollout_scope=scope, token_ratio_start=0.3)
-        kept = selection.rollouts(advantages[own], 0.0, process_group=group)
-        assert torch.equal(kept, selection.rollouts(advantages, 0.0)[own])
-        massed = both_ends(3, rollout_scope=scope, group_variance_mass=0.5)
-        for rewards in (advantages * torch.tensor([[3.0], [1], [2], [1], [1], [1]]), torch.zeros(6, 4)):
-            kept = massed.rollouts(advantages[own], 0.0, rewards=rewards[own], process_group=group)
-            assert torch.equal(kept, massed.rollouts(advantages, 0.0, rewards=rewards)[own])
-        rows = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    """Each rank has two of six groups; together they choose what one process would. The rules: test_across_ranks.py."""
+    own, rows = slice(2 * ranks.rank, 2 * ranks.rank + 2), slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    group, mask = torch.distributed.group.WORLD, torch.ones_like(entropy, dtype=torch.bool)
+    for over, share, rewards in (("kept", None, None), ("all", 0.5, advantages * 2), ("all", 0.5, torch.zeros(6, 4))):
+        selection = both_ends(3, group_variance_mass=share, token_ratio_start=0.3, loss_denominator=over)
+        some = None if rewards is None else rewards[own]
+        kept = selection.rollouts(advantages[own], 0.0, rewards=some, process_group=group)
+        assert torch.equal(kept, selection.rollouts(advantages, 0.0, rewards=rewards)[own])
         tokens = selection.tokens(entropy[rows], advantages[own].flatten(), 0.0, process_group=group)
         whole = selection.tokens(entropy, advantages.flatten(), 0.0)
         assert torch.equal(tokens.mask, whole.mask[rows])
-        for over in ("kept", "all"):
-            one = d3s.Selection(loss_denominator=over)
-            mask, mine = torch.ones_like(entropy, dtype=torch.bool), torch.ones_like(entropy[rows], dtype=torch.bool)
-            assert torch.equal(one.denominator(tokens, mine, process_group=group), one.denominator(whole, mask))
+        shared = selection.denominator(tokens, mask[rows], process_group=group)
+        assert torch.equal(shared, selection.denominator(whole, mask))
 
 
 def test_ranks_choose_together() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases.draw import draws
-from helpers import NAN
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
@@ -48,37 +46,6 @@ def test_other_tokens_are_skipped() -> None:
     """A tool has answered 7; it is neither compared nor marked."""
     assert marked([5, 7, 6, 3], [5, 6, 2], mask=[1, 0, 1, 1]) == [0, 2]
     assert marked([7, 7, 5, 6], [5, 8], mask=[0, 0, 1, 1]) == [2]  # padding on the left
-
-
-def test_who_is_compared() -> None:
-    ids = torch.tensor([[1, 2], [1, 3], [1, 4], [1, 5]])
-    for advantages, rows in (
-        ([1, -1, -2, 0.5], [1, 2]),
-        ([0, -1, 0, 0], []),
-        ([NAN, -1, 0, 3], [1]),
-        ([1, 0, 2, 3], []),
-    ):
-        expected = torch.zeros_like(ids, dtype=torch.bool)
-        expected[rows, 0] = True
-        assert shared_tokens(ids, torch.tensor([advantages])).equal(expected)
-    apart = torch.tensor([[1.0, 0.0], [-1.0, -1.0]])  # the right response is of another group
-    assert not shared_tokens(ids, apart).any()
-
-
-def test_every_form_of_a_batch_gives_the_same() -> None:
-    """In rows and packed, with labels of any kind, in groups of one size."""
-    for draw in draws():
-        n, number = draw.integer(1, 4), draw.integer(0, 3)
-        ids = torch.randint(draw.integer(1, 3), (n * number, draw.integer(0, 6)), generator=draw.generator())
-        advantages = draw.values((n * number,), dtypes=(torch.float32,))
-        mask = torch.rand(ids.shape, generator=draw.generator()) < draw.choice((0.5, 0.9, 1.0))
-        labels = torch.arange(n * number) // n
-        found = shared_tokens(ids, advantages.view(number, n), mask)
-        offsets = torch.nn.functional.pad(mask.sum(dim=1).cumsum(0), (1, 0))
-        assert found.equal(shared_tokens(ids.int(), advantages, mask.long(), groups=labels.tolist()))
-        assert found.equal(shared_tokens(ids, advantages, mask, groups=labels.int()))
-        packed = shared_tokens(ids[mask], advantages.bfloat16(), groups=map(str, labels.tolist()), offsets=offsets)
-        assert packed.equal(found[mask])
 
 
 def test_nothing_waits_for_the_device() -> None:

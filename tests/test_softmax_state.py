@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases.draw import SPECIAL, Draw, draws
+from cases.logprobs import any_logits
 from helpers import (
     INF,
     NAN,
-    LogitsCase,
     assert_entropy,
     assert_gradient,
     assert_logprob,
     assert_same,
     assert_same_bits,
-    cut,
-    logits_cases,
     random_labels,
     random_logits,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from d3s_kernels import reference
 
 OPS = torch.ops.d3s_kernels
+
+
+class LogitsCase(NamedTuple):
+    logits: Tensor
+    labels: Tensor
+    options: dict[str, Any]  # temperature and mask
 
 
 def no_logits(rows: int) -> Tensor:
@@ -57,10 +60,10 @@ def finished(case: LogitsCase, states: Tensor) -> tuple[Tensor, ...]:
     """logprob, entropy, row_max and log_sum of each row. Masked rows are 0; logprob is 0 where there is no label."""
     number, tensor = of_rows(case.options["temperature"], case.labels.shape)
     found = OPS.softmax_state_finish(states, number, tensor if tensor is None or tensor.dim() == 0 else tensor.view(-1))
-    found[0].masked_fill_(case.labels.view(-1) == -100, 0)
+    found[0].masked_fill_(case.labels.reshape(-1) == -100, 0)
     mask = case.options["mask"]
     if mask is not None:
-        found = [values.masked_fill(~mask.view(-1), 0) for values in found]
+        found = [values.masked_fill(~mask.reshape(-1), 0) for values in found]
     return tuple(values.view(case.labels.shape) for values in found)
 
 
@@ -73,29 +76,35 @@ def gradient_of_pieces(case: LogitsCase, edges: list[int], weights: Tensor, stat
     return torch.cat(shards, -1)
 
 
-shards = st.integers(1, 5)
+def drawn(draw: Draw, *special: float) -> tuple[LogitsCase, list[int]]:
+    """Logits, and the edges of up to five shards, some of them empty."""
+    given = any_logits(draw, *special)
+    options = {"temperature": given["temperature"], "mask": given["mask"]}
+    case = LogitsCase(given["logits"], given["labels"], options)
+    return case, [0, *accumulate(draw.parts(case.logits.shape[-1], draw.integer(1, 5)))]
 
 
-@given(logits_cases(special=(INF, -INF, NAN, 3e38, -3e38, 1e20, 88.0)), shards)
-def test_pieces_of_any_logits(case: LogitsCase, count: int) -> None:
-    edges = cut(case.logits.shape[-1], count).tolist()
-    logprob, entropy, *_ = finished(case, states_of(case, edges))
-    expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
-    assert_logprob(logprob, expected[0])
-    assert_entropy(entropy, expected[1])
+def test_pieces_of_any_logits() -> None:
+    for draw in draws(most=80):
+        case, edges = drawn(draw, *SPECIAL, 3e38, -3e38, 1e20, 88.0)
+        logprob, entropy, *_ = finished(case, states_of(case, edges))
+        expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
+        assert_logprob(logprob, expected[0])
+        assert_entropy(entropy, expected[1])
 
 
-@given(logits_cases(special=(-INF,)), shards)
-def test_gradients_of_pieces(case: LogitsCase, count: int) -> None:
-    case.logits[..., 0] = 0  # a row of nothing but -inf has no gradient
-    edges = cut(case.logits.shape[-1], count).tolist()
-    statistics = finished(case, states_of(case, edges))[1:]
-    weights = torch.randn(2, *case.labels.shape)
-    slope = gradient_of_pieces(case, edges, weights, statistics)
-    exact = case.logits.double().requires_grad_()
-    results = reference.logprob_entropy(exact, case.labels, **case.options)
-    (expected,) = torch.autograd.grad(results, exact, list(weights.double()))
-    assert_gradient(slope, expected, floor=1e-6 * (weights / case.options["temperature"]).norm().item())
+def test_gradients_of_pieces() -> None:
+    for draw in draws(most=80):
+        case, edges = drawn(draw, -INF)
+        case.logits.nan_to_num_(0.0, posinf=0.0, neginf=-INF)
+        case.logits[..., 0] = 0  # a row of nothing but -inf has no gradient
+        statistics = finished(case, states_of(case, edges))[1:]
+        weights = torch.randn(2, *case.labels.shape)
+        slope = gradient_of_pieces(case, edges, weights, statistics)
+        exact = case.logits.double().requires_grad_()
+        results = reference.logprob_entropy(exact, case.labels, **case.options)
+        (expected,) = torch.autograd.grad(results, exact, list(weights.double()))
+        assert_gradient(slope, expected, floor=1e-6 * (weights / case.options["temperature"]).norm().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,14 +149,6 @@ def test_pieces_without_logits_change_nothing() -> None:
 def test_rows_of_nothing_but_minus_infinity_are_nan() -> None:
     case = LogitsCase(torch.full((3, 9), -INF), torch.zeros(3).long(), {"temperature": 1.0, "mask": None})
     assert all(torch.stack(finished(case, states_of(case, [0, 4, 9]))[:2]).isnan().flatten())
-
-
-def test_masked_rows_are_not_read() -> None:
-    logits, labels, mask = random_logits(5, 30), torch.arange(5), torch.tensor([True, False, True, True, False])
-    state, before, expected = no_logits(5), no_logits(5), no_logits(5)
-    OPS.softmax_state_(state, logits.masked_fill(~mask.unsqueeze(1), NAN), labels, 0, 1.0, None, mask)
-    OPS.softmax_state_(expected, logits, labels, 0)
-    assert_same_bits(state, torch.where(mask.unsqueeze(1), expected, before))
 
 
 def test_a_label_of_another_piece() -> None:

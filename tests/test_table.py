@@ -17,9 +17,9 @@ import pytest
 import torch
 from cases import rollouts, tokens
 from cases.coverage import replaced, require_all, served_by
-from cases.draw import EXAMPLES, ROOM, Draw, draws
+from cases.draw import EXAMPLES, Draw, draws
 from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
-from helpers import EVERYTHING, assert_identical, assert_same_bits, unwritten
+from helpers import EVERYTHING, assert_identical, unwritten
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -196,25 +196,12 @@ def test_every_function_has_tests_of_its_own(name: str) -> None:
     assert any(imported.search(file.read_text(encoding="utf-8")) for file in files), "see CONTRIBUTING.md"
 
 
-def test_the_front_page_names_what_is_there() -> None:
-    """It need not name every function: the API does."""
-    rows = re.findall(r"^\| (\[?`[a-zA-Z_]+`.*?) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    named = re.findall(r"`(\w+)`", " ".join(rows))
-    assert len(named) > 15
-    assert set(named) <= set(d3s.__all__)
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_named_as_the_schema_has_them(op: str) -> None:
     """There is one name for each argument that the op writes and each result that it returns."""
     call = getattr(torch.ops.d3s_kernels, op).default
     assert len(OPS[op].results) == len(written_arguments(op)) + len(call._schema.returns)
     assert set(OPS[op].gradients) <= {argument.name for argument in call._schema.arguments}
-
-
-def test_what_is_missing_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"^a suite: without compact and with another; see tests/cases$"):
-        require_all("a suite", (OPS.keys() - {"compact"}) | {"another"}, OPS)
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -236,46 +223,18 @@ def test_every_rule_means_what_the_reference_says(name: str, rule: str) -> None:
     assert rule in documented
 
 
-def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> None:
-    values = torch.rand(2, 3)
-    for module in (d3s, reference):
-        with pytest.raises(ValueError, match="rule: got 'lowest'"):
-            module.select_rollouts(values, 1, rule="lowest")
-        with pytest.raises(ValueError, match="rule: got 'lowest'"):
-            module.select_tokens(values, values[:, 0], 0.5, rule="lowest")
-
-
 # ---- draws -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow_elsewhere("the same draws, whatever computes the ops")
 @pytest.mark.parametrize("op", OWN)
-def test_a_draw_is_the_same_again(op: str) -> None:
-    """A draw can be repeated from its seed and from its choices. The simplest choices are legal too."""
+def test_the_simplest_draw_is_legal_and_choices_repeat_a_draw(op: str) -> None:
+    """As the fuzzer needs them to make a failing call simpler."""
     draw = Draw(7)
-    arguments = OPS[op].draw(draw)
-    for again in (Draw(7), Draw(choices=draw.choices)):
-        same = OPS[op].draw(again)
-        assert same.keys() == arguments.keys()
-        assert again.choices == draw.choices
-        for name, part in arguments.items():
-            if isinstance(part, Tensor):
-                assert_same_bits(same[name].detach().float(), part.detach().float())
-                assert (same[name].dtype, same[name].stride()) == (part.dtype, part.stride())
-            else:
-                assert same[name] == part
+    OPS[op].draw(draw)
+    again = Draw(choices=draw.choices)
+    OPS[op].draw(again)
+    assert again.choices == draw.choices
     simplest = OPS[op].draw(Draw(choices=()))
     found = compare_here(OPS[op], getattr(torch.ops.d3s_kernels, op).default, simplest, torch.device("cpu"), "cpu")
     assert all(difference.agrees for difference in found)
-
-
-@pytest.mark.slow_elsewhere("the same draws, whatever computes the ops")
-@pytest.mark.parametrize("op", OWN)
-def test_no_draw_is_larger_than_eight_of_the_longest_rows(op: str) -> None:
-    """Otherwise a draw with long rows takes seconds and gigabytes, where the time on a GPU is counted."""
-    for most, seeds in ((40, 20), (5000, 2), (50_000, 1)):
-        for seed in range(seeds):
-            for name, part in OPS[op].draw(Draw(seed, most=most)).items():
-                if isinstance(part, Tensor):
-                    held = min(part.numel(), part.untyped_storage().nbytes() // part.element_size())
-                    assert held <= max(8 * most, ROOM), f"Draw({seed}, most={most}): {name} is {list(part.shape)}"

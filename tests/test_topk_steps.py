@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DTYPES, assert_identical
+from helpers import assert_identical
 from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels.distributed.tokens import digits_for
 
 OPS = torch.ops.d3s_kernels
-NONE_KEPT = 2**32 - 1
 
 
 def select(
@@ -57,40 +56,6 @@ def test_long_segments(n: int, kind: str) -> None:
     both = [OPS.topk_order_keys(scores[:cut]), OPS.topk_order_keys(scores[cut:])]
     masks, _, _ = select(both, [None, None], digits_for(1), ratio=torch.tensor(0.25).item())
     assert_identical(torch.cat(masks), d3s.topk_mask(scores, 0.25))
-
-
-def test_rows() -> None:
-    scores = torch.randn(3, 5, 40).round()
-    masks, _, _ = select([OPS.topk_order_keys(scores)], [None], digits_for(15), ratio=0.2)
-    assert_identical(masks[0], d3s.topk_mask(scores, 0.2))
-
-
-def test_keys_have_the_order_of_scores() -> None:
-    entropy, advantage = torch.rand(99).bfloat16(), torch.randn(99)
-    keys = OPS.topk_order_keys(entropy, advantage).long() & 0xFFFFFFFF
-    assert torch.equal(keys.argsort(stable=True), (advantage.abs() * entropy.float()).argsort(stable=True))
-
-
-def test_absent_keys_are_0() -> None:
-    scores = torch.tensor([1.0, torch.nan, -torch.inf, 0.0, -0.0])
-    keys = OPS.topk_order_keys(scores, None, torch.tensor([False, True, True, True, True]))
-    assert (keys == 0).tolist() == [True, True, False, False, False]
-    assert keys[3] == keys[4]
-
-
-def test_nothing_to_keep() -> None:
-    for n in (0, 5):
-        keys = OPS.topk_order_keys(torch.full((n,), torch.nan))
-        masks, zeros, lowest = select([keys], [None], digits_for(1), ratio=0.5)
-        assert not masks[0].any()
-        assert (int(zeros), int(lowest)) == (0, NONE_KEPT)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_segments(dtype: torch.dtype) -> None:
-    keys = OPS.topk_order_keys(torch.empty(0, dtype=dtype))
-    masks, zeros, lowest = select([keys], [torch.zeros(1, dtype=torch.int64)], digits_for(0), k=2)
-    assert masks[0].shape == zeros.shape == lowest.shape == (0,)
 
 
 SEARCH = torch.zeros(1, 3, dtype=torch.int64)

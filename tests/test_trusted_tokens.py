@@ -15,7 +15,7 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels.off_policy.trusted_tokens import RULES, Row, TrustRule, trusted_tokens
+from d3s_kernels.off_policy.trusted_tokens import RULES, TrustRule, trusted_tokens
 
 # Sums of these are exact in every order, so that means tie with the bounds.
 LOG_PROBABILITIES = (0.0, -0.25, -0.5, -1.0, -1.5, -4.0, -30.0, -INF, NAN)
@@ -192,16 +192,6 @@ def test_the_rules_and_their_bounds() -> None:
         shown = ", ".join(f"{bound:g}" for bound in bounds.values())
         line = next(line for line in str(trusted_tokens.__doc__).splitlines() if line.strip().startswith(f'"{rule}"'))
         assert re.search(rf"\s{re.escape(shown)}(\s|$)", line), line
-
-
-def test_a_new_rule_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """prime-rl's IPO: a token iff |p - q| is at most the bound."""
-    row = Row(lambda log_p, log_q: (log_p.exp() - log_q.exp()).abs(), high=0.1)
-    monkeypatch.setitem(RULES, "ipo", row)
-    logprob, sampled = near((5, 9))
-    mask = trusted_tokens(logprob, sampled, "ipo").mask  # type: ignore[arg-type]
-    assert_identical(mask, (logprob.double().exp() - sampled.double().exp()).abs() <= 0.1)
-    assert 0 < mask.sum() < mask.numel()
 
 
 WIDE, TALL = torch.zeros(2, 3), torch.zeros(3, 2)

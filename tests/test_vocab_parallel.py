@@ -396,6 +396,7 @@ def tokens_on_the_last(ranks: Ranks) -> Tensor:
     return torch.zeros(10 * (ranks.rank == ranks.size - 1), 6)
 
 
+# test_errors.py has what is refused in one process too; of that, a case of each function and kind of check is here.
 BAD_LOGITS: list[tuple[dict[str, Any], str]] = [
     ({"process_group": None}, "TypeError: process_group: got None; takes None only where logits_shard is a DTensor"),
     ({"vocab_start": None}, "TypeError: vocab_start: got None; takes None only where logits_shard is a DTensor"),
@@ -403,25 +404,13 @@ BAD_LOGITS: list[tuple[dict[str, Any], str]] = [
     ({"logits_shard": [1.0]}, "TypeError: logits_shard: got list; takes a tensor"),
     ({"vocab_start": -3}, "ValueError: vocab_start: got -3; takes at least 0"),
     ({"vocab_start": 1.5}, "TypeError: vocab_start: got 1.5; takes a whole number"),
-    ({"labels": torch.arange(5)}, "ValueError: labels: got shape [5]"),
-    ({"labels": torch.arange(4.0)}, "ValueError: labels: got dtype torch.float32; takes int64 or int32"),
     ({"labels": torch.tensor([0, -5, 1, 2])}, "ValueError: labels: got -5 at row 1"),
-    ({"logits_shard": torch.zeros(4, 10).double()}, "ValueError: logits: got dtype torch.float64"),
-    ({"temperature": 0.0}, "ValueError: temperature: got 0"),
     ({"temperature": torch.ones(3)}, "ValueError: temperature: got shape [3]"),
-    ({"mask": torch.ones(4)}, "ValueError: mask: got dtype torch.float32; takes bool or integers"),
 ]
 BAD_HEAD: list[tuple[dict[str, Any], str]] = [
-    ({"weight_shard": torch.zeros(10, 5)}, "ValueError: weight: got shape [10, 5]; takes [V, H]"),
     ({"weight_shard": torch.zeros(10, 6).double()}, "ValueError: weight_shard: got dtype torch.float64"),
-    ({"bias": torch.zeros(9)}, "ValueError: bias: got shape [9]"),
-    ({"labels": torch.tensor([0, -5, 1, 2])}, "ValueError: labels: got -5; takes -100 (no target) or a token"),
     ({"labels": torch.tensor([0, -101, 1, 2])}, "ValueError: labels: got -101; takes -100 (no target) or"),
     ({"max_rows": -1}, "ValueError: max_rows: got -1; takes at least 0"),
-    ({"max_grad_rows": -1}, "ValueError: max_grad_rows: got -1; takes at least 0"),
-    ({"max_rows": 1.5}, "TypeError: max_rows: got 1.5; takes a whole number"),
-    ({"logit_softcap": 0.0}, "ValueError: logit_softcap: got 0.0"),
-    ({"logits_dtype": "float"}, "TypeError: logits_dtype: got 'float'"),
     ({"temperature": -1.0, "weight_shard": tokens_on_the_last}, "ValueError: temperature: got -1"),
     ({"vocab_start": -3}, "ValueError: vocab_start: got -3; takes at least 0"),
 ]

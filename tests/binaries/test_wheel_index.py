@@ -70,13 +70,3 @@ def test_links_lead_to_the_address(wheels: Path, tmp_path: Path) -> None:
     assert 'href="https://example.invalid/download/v0.3.0/d3s_kernels-0.3.0-py3-none-any.whl#sha256=' in page
     assert page.count('data-requires-python="&gt;=3.10"') == 3
     assert [path.name for path in (index / "d3s-kernels").iterdir()] == ["index.html"]
-
-
-def test_nothing_else_is_removed(wheels: Path, tmp_path: Path) -> None:
-    done = make(wheels, tmp_path)
-    assert done.returncode == 1
-    assert "is no index" in done.stderr
-    assert len(list(wheels.iterdir())) == 3
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "has no .whl file" in make(empty, tmp_path / "simple").stderr

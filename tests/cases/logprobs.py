@@ -12,7 +12,7 @@ from torch import Tensor
 from d3s_kernels.check import tolerances
 
 from .draw import Draw
-from .meaning import public, step, with_incoming
+from .meaning import public, public_arguments, step, with_incoming
 from .row import Arguments, differentiable, op
 
 STATISTICS = {
@@ -55,6 +55,21 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
     if given.get("labels") is None:
         given["labels"] = draw.labels(tuple(given["logits"].shape[:-1]), given["logits"].shape[-1])
         given["include_label"] = True
+    return given
+
+
+def any_logits(draw: Draw, *special: float) -> Arguments:
+    """The arguments of the public function without a sampling mask, with some special values among the logits, and a
+    temperature that may have a shape which only broadcasts to the rows.
+    """
+    given = public_arguments("logprob_entropy", with_labels(draw, detached(rows_of_logits(draw))))
+    given = {name: given.get(name) for name in ("logits", "labels", "mask", "temperature")}
+    logits = given["logits"] = given["logits"].contiguous().clone()
+    for _ in range(draw.integer(0, 12) if logits.numel() else 0):
+        logits.view(-1)[draw.integer(0, logits.numel() - 1)] = draw.choice(special)
+    heat = given["temperature"]
+    if isinstance(heat, Tensor) and heat.dim() == 2:
+        given["temperature"] = draw.choice((heat, heat[:, :1], heat[:1], heat.double()))
     return given
 
 

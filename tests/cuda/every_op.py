@@ -19,7 +19,6 @@ from d3s_kernels._rules import rules
 from d3s_kernels._rules.equal_rows import most_varied
 from d3s_kernels.check.compare import moved
 from d3s_kernels.check.tolerances import written_arguments
-from d3s_kernels.distributed import tokens as across_ranks
 
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 DRAWS = 3  # of each op's arguments
@@ -48,23 +47,6 @@ def logits_like_a_models(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Te
     logits = torch.randn(*shape, device=GPU, dtype=dtype) * 3
     logits.view(-1, shape[-1])[::4, 17] += 30
     return logits
-
-
-class Alone:
-    """A single rank that takes the path for several ranks."""
-
-    rank, size = 0, 2
-
-    def add_(self, values: Tensor) -> Tensor:
-        return values
-
-    def gather(self, values: Tensor) -> Tensor:
-        return torch.stack([values, torch.zeros_like(values)])
-
-
-def among_ranks(scores: Tensor, offsets: Tensor | None, **quota: object) -> tuple[Tensor, ...]:
-    keys = torch.ops.d3s_kernels.topk_order_keys(scores)
-    return across_ranks.keep_top(keys, offsets, across_ranks.Quota(**quota), True, Alone())[:2]  # type: ignore[arg-type]
 
 
 def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
@@ -113,14 +95,6 @@ def _tokens(rule: str, rewards: Tensor) -> tuple[Tensor, ...]:
     return tuple(d3s.select_tokens(rewards / 3, rewards[:, 0], 0.3, rule=rule)[:3:2])
 
 
-def _among_ranks(rewards: Tensor) -> tuple[Tensor, ...]:
-    keep = torch.full((), 3, device=rewards.device)
-    ratio = torch.full((), 0.1, device=rewards.device)
-    offsets = torch.arange(0, rewards.numel() + 1, 8, device=rewards.device)
-    segments = among_ranks(rewards.flatten(), offsets, k_tensor=keep)
-    return *segments, *among_ranks(rewards.flatten(), None, ratio_tensor=ratio)
-
-
 # Rules that draw are left out, as their results change; so is TRL's quantile, which waits for the device.
 MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     **{f"rollouts, {rule}": partial(_rollouts, rule) for rule, row in rules.ROLLOUTS.items() if not row.draws},
@@ -132,5 +106,4 @@ MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "rollouts, equal rows": lambda rewards: (
         most_varied(rewards.view(8, 64), torch.full((), 192, device=rewards.device)),
     ),
-    "top-K, among ranks": _among_ranks,
 }

@@ -145,19 +145,6 @@ def test_a_gradient_that_is_added_leaves_the_other_one_its_bits() -> None:
     assert (into - of_weight).norm() <= 1e-2 * of_weight.norm()
 
 
-@pytest.mark.parametrize("name", ["logprob_entropy", "topk_mask", "max_variance_select", "compact", "group_advantages"])
-def test_opcheck(name: str) -> None:
-    op = getattr(torch.ops.d3s_kernels, name).default
-    arguments = {
-        "logprob_entropy": (torch.randn(4, 50, device=GPU, requires_grad=True), torch.tensor([1, 2, 3, -100]).to(GPU)),
-        "topk_mask": (torch.randn(4, 50, device=GPU), 0.5),
-        "max_variance_select": (torch.randn(4, 50, device=GPU), 5),
-        "compact": (torch.rand(4, 50, device=GPU) < 0.5, 60),
-        "group_advantages": (torch.randn(4, 50, device=GPU),),
-    }
-    torch.library.opcheck(op, arguments[name])
-
-
 def kept_loss(logits: Tensor, labels: Tensor, advantages: Tensor, ratio: Tensor) -> Tensor:
     logprob, entropy = d3s.logprob_entropy(logits, labels)
     kept = d3s.select_tokens(entropy.detach(), advantages, ratio)
