@@ -113,33 +113,6 @@ def loss_and_gradients(made: GRPOTrainer, batch: dict[str, Tensor]) -> tuple[flo
     return loss.item(), gradients(made)
 
 
-def logged_together(made: GRPOTrainer, batches: list[dict[str, Tensor]]) -> dict[str, float]:
-    """What a process logs while it and others compute a loss, each of its own batch; the last one is this process's."""
-    # The sums that they would add up are found one by one: one that is sent may depend on those that came before.
-    totals: list[Tensor] = []
-    while True:
-        sent: list[list[Tensor]] = []
-        for batch in batches:
-            own: list[Tensor] = []
-
-            def reduce(value: Tensor, reduction: str, own: list[Tensor] = own) -> Tensor:
-                own.append(value.clone())
-                return totals[len(own) - 1] if len(own) <= len(totals) else value
-
-            made._metrics["train"].clear()
-            made.accelerator.reduce = reduce
-            made.compute_loss(made.model, batch)
-            sent.append(own)
-        if len(totals) == len(sent[0]):
-            return {name: float(values[0]) for name, values in made._metrics["train"].items()}
-        totals.append(torch.stack([own[len(totals)] for own in sent]).sum(dim=0))
-
-
-def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
-    assert expected.norm() > 0
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
-
-
 class Seen:
     """What a trainer's updates saw: their batches, with TRL's scores of them."""
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,9 @@ def test_a_run_for_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         groups[-1].append(prompts)
         return [float(ids[0] % 2) for ids in completion_ids]
 
-    def config(output_dir: str, **given: Any) -> GRPOConfig:
-        return arguments(GRPOConfig, output_dir=output_dir, gradient_accumulation_steps=1, max_steps=4, **given)
-
     monkeypatch.setattr(trl, "GRPOTrainer", Watched)
-    monkeypatch.setattr(trl, "GRPOConfig", config)
+    config = partial(arguments, GRPOConfig, gradient_accumulation_steps=1, max_steps=2)
+    monkeypatch.setattr(trl, "GRPOConfig", lambda output_dir, **given: config(output_dir=output_dir, **given))
     source, replaced = re.subn(r'^model = ".*"$', 'model = "initial"', snippet(), flags=re.MULTILINE)
     assert replaced == 1
     plan = plan_rollouts(*load_profile("profile.jsonl"))
@@ -65,7 +64,7 @@ def test_a_run_for_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     assert [trainer.num_generations for trainer in trainers] == list(plan.phase_sizes) == [2, 4, 8]
     for phase, (size, calls) in enumerate(zip(plan.phase_sizes, groups, strict=True)):
-        assert len(calls) == 4
+        assert len(calls) == 2
         for batch in calls:
             assert batch == [prompt for prompt in batch[::size] for _ in range(size)]
             assert set(batch) <= {prompts[query] for query in plan.queries(phase)}

@@ -113,28 +113,6 @@ def test_gradients_are_those_of_the_sets() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_where_dropped_tokens_are_skipped_the_gradient_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(entropy_from="rollout", **ON)
-    batch = made._keep_rollouts(with_sets(generation_batch(1)))
-    made._choose_tokens_of_batch(batch)
-    loss, skipping = loss_and_gradients(made, batch)
-    monkeypatch.setattr(type(made), "_tokens_are_independent", lambda *_: False)
-    of_all, all_scored = loss_and_gradients(made, batch)
-    assert loss == pytest.approx(of_all, abs=1e-6)
-    torch.testing.assert_close(skipping, all_scored, rtol=1e-4, atol=1e-7)
-    assert skipping.norm() > 0
-
-
-def test_a_pass_over_parts_of_a_batch_finds_the_sets_of_its_rows() -> None:
-    made = trainer(per_device_train_batch_size=4, **ON)  # TRL scores 4 rows at once
-    batch = with_sets(generation_batch(2))
-    logprob, entropy, _ = made._score(made.model, batch, compute_entropy=True)
-    mask = batch["completion_mask"].bool()
-    expected = by_hand(made.model, batch, 0.8)
-    for ours, other in zip((logprob, entropy), expected, strict=True):
-        assert_close(ours[mask], other[mask])
-
-
 def test_a_head_that_can_have_no_sets_says_why() -> None:
     sharded = model(tie_word_embeddings=False)
     weight = sharded.get_output_embeddings().weight
