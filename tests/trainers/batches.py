@@ -12,7 +12,6 @@ from tiny_trl import GROUP, VOCABULARY
 from torch import Tensor
 from trl import GRPOTrainer
 
-from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 
 
@@ -111,31 +110,3 @@ def loss_and_gradients(made: GRPOTrainer, batch: dict[str, Tensor]) -> tuple[flo
     loss = made.compute_loss(made.model, batch)
     loss.backward()
     return loss.item(), gradients(made)
-
-
-class Seen:
-    """What a trainer's updates saw: their batches, with TRL's scores of them."""
-
-    def __init__(self, made: D3STrainer) -> None:
-        self.batches: list[dict[str, Any]] = []
-        score, add = made._score_for_loss, made._add_sets
-
-        def scoring(call: Any, inputs: dict[str, Any]) -> Any:
-            with torch.no_grad():
-                over_all = call.scores()[0]  # log-probabilities over the whole vocabulary
-            found = score(call, inputs)
-            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found.scores[:2]), strict=True))
-            self.batches.append({**found.inputs, **own, "over_all": over_all})
-            return found
-
-        def adding(batch: dict[str, Any], recorded: Any) -> None:
-            # The mass that the sampler measured goes where its rows go, as one more field of the batch.
-            batch["log_mass"] = recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
-            add(batch, recorded)
-
-        made._score_for_loss, made._add_sets = scoring, adding
-
-    def tokens(self, name: str) -> Tensor:
-        """A field's values at all tokens."""
-        fields = [(batch[name], batch["completion_mask"].bool()) for batch in self.batches]
-        return torch.cat([field[:, : mask.shape[1]][mask] for field, mask in fields])

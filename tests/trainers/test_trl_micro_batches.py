@@ -28,6 +28,7 @@ from trl.trainer.utils import (
 from d3s_kernels.integrations.trl import D3STrainer
 
 LIMIT = 24
+IDS = {"vocab_size": VOCABULARY, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
 TOLERANCE = 1e-6  # of the norm of the gradient. Later steps start from weights that differ by such an error.
 
 
@@ -70,8 +71,7 @@ def trained(
     policy = options.pop("model", model)()
     if issubclass(kind, D3STrainer):
         options = {"keep_all": True, "rollouts": 1.0, "tokens": 1.0} | options
-    made = trainer(kind, policy=policy, **options)
-    made.rollout_func = rollouts
+    made = trainer(kind, policy=policy, rollout_func=rollouts, **options)
     for each in [steps := Steps(), *([callback] if callback else [])]:
         made.add_callback(each)
     torch.manual_seed(3)
@@ -94,13 +94,8 @@ def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
 def gpt2() -> GPT2LMHeadModel:
     """Learns an embedding for each position, so that prompts may not be cut."""
     torch.manual_seed(0)
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    made = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=40, attn_pdrop=0.0, embd_pdrop=0.0,
-            resid_pdrop=0.0, **ids,
-        )
-    )  # fmt: skip
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 40}
+    made = GPT2LMHeadModel(GPT2Config(**sizes, **IDS, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
     with torch.no_grad():
         made.transformer.wpe.weight.mul_(20)
     return made
@@ -146,12 +141,8 @@ def experts() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    made = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY, num_experts=4, num_experts_per_tok=2, output_router_logits=True, bos_token_id=EOS,
-            eos_token_id=EOS, pad_token_id=PAD, **sizes, **heads,
-        )
-    )  # fmt: skip
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **of_experts, **IDS))
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(20)
     return made

@@ -45,9 +45,7 @@ def text(rollout: str) -> str:
 
 def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any]:
     """Trains. Returns the tokens that each loss saw, of each rollout by its place, and the trainer."""
-    rollouts_by = options.pop("rollout_func", None)
     made = trainer(output_dir=str(folder), **options)
-    made.rollout_func = rollouts_by
     seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
 

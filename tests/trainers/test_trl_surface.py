@@ -6,7 +6,6 @@ import copy
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -68,25 +67,22 @@ def other_order(source: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
+def with_trls() -> Iterator[Callable[[dict[str, str]], None]]:
     """Puts a changed copy of TRL's trainer in the place of the class that ours overrides."""
-    bases, name = D3STrainer.__bases__, "trl.trainer.grpo_trainer_changed"
+    bases = D3STrainer.__bases__
 
     def changed(replaced: dict[str, str]) -> None:
         source = SOURCE
         for old, new in replaced.items():
             assert old in source, old
             source = source.replace(old, new)
-        file = tmp_path / "grpo_trainer_changed.py"
-        file.write_text(source, encoding="utf-8")
-        module = sys.modules[name] = ModuleType(name)  # inspect finds a class's source through its module
-        vars(module).update(__file__=str(file), __package__="trl.trainer")
-        exec(compile(source, file, "exec"), vars(module))
+        module = ModuleType(trls.__name__)
+        module.__package__ = "trl.trainer"
+        exec(source, vars(module))
         D3STrainer.__bases__ = (*bases[:-1], module.GRPOTrainer)
 
     yield changed
     D3STrainer.__bases__ = bases
-    sys.modules.pop(name, None)
 
 
 def made(saved: str, **options: Any) -> Any:
@@ -196,21 +192,3 @@ def test_a_batch_that_is_not_ours_is_refused() -> None:
 
     message = r"no rollouts were chosen for this step\. .*; it may not come through test_trl_surface.*Theirs"
     assert_refused(trainer(Theirs), message)
-
-
-def calling_ours(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A trainer whose loss is what ``change`` makes of ours, and a term of its own."""
-    ours = trainer(max_steps=1)
-    theirs = ours.compute_loss
-    ours.compute_loss = lambda model, inputs, **more: (
-        change(theirs(model, inputs)) + 1e-3 * model.get_output_embeddings().weight.square().sum()
-    )
-    return ours
-
-
-def test_a_loss_that_calls_ours_and_takes_another_is_refused_and_one_that_adds_to_it_is_taken() -> None:
-    message = r"no token was selected in this step\. .*; it may not come through test_trl_surface\.calling_ours\."
-    assert_refused(calling_ours(torch.Tensor.detach), message)
-    adds_to_ours = calling_ours(lambda loss: loss)
-    adds_to_ours.train()
-    assert adds_to_ours.state.global_step == 1

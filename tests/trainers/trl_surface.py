@@ -11,6 +11,7 @@ import ast
 import copy
 import inspect
 import math
+import re
 import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ HEAD = ("utils._ChunkedLogProbFunction", "utils._use_triton")  # what TRL's fuse
 # cover; one that is missing may be where this integration hands over log-probabilities, clip ranges or advantages.
 LOSS_READS = (
     "self._get_per_token_logps_and_entropies self.get_high_entropy_mask self.epsilon_low self.epsilon_high "
-    "self.accelerator self.args self.aux_loss_enabled self.beta self.current_gradient_accumulation_steps "
+    "self.accelerator self.aux_loss_enabled self.beta self.current_gradient_accumulation_steps "
     "self._entropy_bonus_enabled self.entropy_coef self._entropy_window_stats self.get_gamma_weights "
     "self.get_off_policy_mask self.importance_sampling_level self._last_world_entropy "
     "self.loss_type self.max_completion_length self._metrics self.model self.off_policy_mask_threshold "
@@ -75,24 +76,11 @@ LOSS_READS = (
 
 def read_by(loss: Any) -> set[str]:
     """``self.<name>``, ``self.args.<name>`` and ``inputs.<field>``, as far as the function's source has them."""
-    found = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(loss))))):
-        match node:
-            case ast.Attribute(value=ast.Name("self"), attr=name):
-                found.add(f"self.{name}")
-            case ast.Attribute(value=ast.Attribute(value=ast.Name("self"), attr="args"), attr=name):
-                found.add(f"self.args.{name}")
-            case (
-                ast.Subscript(value=ast.Name("inputs"), slice=ast.Constant(value=name))
-                | ast.Call(
-                    func=ast.Attribute(value=ast.Name("inputs"), attr="get"), args=[ast.Constant(value=name), *_]
-                )
-                | ast.Compare(left=ast.Constant(value=name), comparators=[ast.Name("inputs")])
-            ):
-                found.add(f"inputs.{name!s}")
-            case ast.Call(func=ast.Name("getattr"), args=[ast.Name("self"), ast.Constant(value=name), *_]):
-                found.add(f"self.{name!s}")
-    return found
+    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(loss))))  # without comments
+    found = set(re.findall(r"\bself\.(?:args\.)?\w+", source))
+    found |= {f"self.{name}" for name in re.findall(r"getattr\(self, '(\w+)'", source)}
+    fields = re.findall(r"\binputs(?:\[|\.get\()'(\w+)'", source) + re.findall(r"'(\w+)' (?:not )?in inputs\b", source)
+    return found | {f"inputs.{name}" for name in fields}
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
@@ -138,8 +126,6 @@ class _Probe:
         if trainer.off_policy_mask_threshold is not None:
             made.off_policy_mask_threshold = math.inf
         made.beta = float(trainer.beta != 0)  # however small, a KL term is seen
-        if trainer._espo:  # then each token has its own
-            made.epsilon_low, made.epsilon_high = (torch.full((2, 5), value) for value in (0.5, 5.0))
         # Two rows with 3 and 2 tokens of the loss, beside one of a tool and padding.
         ones = torch.ones(2, 5, dtype=torch.long)
         mask, tools = ones.clone(), ones.clone()
@@ -161,12 +147,9 @@ class _Probe:
             return logprob, entropy, torch.zeros(())
 
         self.trainer._get_per_token_logps_and_entropies = score
-        old, rows = logprob.detach() - log_ratio, torch.tensor(advantages)
-        batch = self.batch | {
-            "advantages": rows[:, None].expand(2, 5) if self.trainer._espo else rows,  # ESPO has one for each token
-            "old_per_token_logps": old, "sampling_per_token_logps": old,
-            "ref_per_token_logps": logprob.detach() - to_reference,
-        }  # fmt: skip
+        old, reference = logprob.detach() - log_ratio, logprob.detach() - to_reference
+        batch = self.batch | {"advantages": torch.tensor(advantages), "old_per_token_logps": old}
+        batch |= {"sampling_per_token_logps": old, "ref_per_token_logps": reference}
         value = self.loss(self.trainer, self.trainer.model, batch)
         found = torch.autograd.grad(value, (logprob, entropy), allow_unused=True, materialize_grads=True)
         assert calls == [True], "the loss does not score tokens once, with entropies"
