@@ -1,6 +1,6 @@
 """The rules against the authors' code, rewritten here from its description, and against what a paper proves.
 
-trainers/test_trl_rules.py compares with TRL's own code.
+trainers/test_trl_rollouts.py compares with TRL's own code.
 """
 
 import math

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from batches import generation_batch
+from batches import forwards, generation_batch
 from tiny_trl import GROUP, PlainTrainer, generated, trainer
 
 from d3s_kernels import group_advantages, select_tokens
@@ -90,7 +90,9 @@ def test_an_update_without_a_policy_gradient_is_said_once(saved: str, entropy_fr
         rollout_func=rollouts_of([-0.01] * 3),
     )  # fmt: skip
     made.use_vllm, made._last_loaded_step, made.accelerator.sync_gradients = True, 0, True
-    batch = generated(made)
+    with forwards(made.model) as passes:
+        batch = generated(made)
+    assert sum(len(inputs["input_ids"]) for _, inputs in passes) == 2 * GROUP, "one pass has all scores of a rollout"
     with pytest.warns(UserWarning, match=r"d3s/off_policy_share: (\d+) of \1 tokens of an update .* no policy grad"):
         made.compute_loss(made.model, batch)
     assert made._metrics["train"]["d3s/off_policy_share"] == [1]

@@ -27,12 +27,6 @@ from d3s_kernels.selection.loss_weights import DENOMINATORS
 
 SOURCE = Path(trls.__file__).read_text(encoding="utf-8")
 REWARDS = "        # Merge extra_fields from"
-
-
-def before(place: str, line: str) -> dict[str, str]:
-    return {place: f"        {line}\n{place}"}
-
-
 # Text of TRL's source with what stands there instead, options of the trainer, and the error.
 IN_THE_FIRST_STEP: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "an expected pass does not come": (
@@ -40,7 +34,7 @@ IN_THE_FIRST_STEP: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         r"no pass came for old_per_token_logps, which the loss needs",
     ),
     "a pass is read before the rewards": (
-        before(REWARDS, "self._drift = old_per_token_logps.mean()"), {"num_iterations": 2},
+        {REWARDS: f"        self._drift = old_per_token_logps.mean()\n{REWARDS}"}, {"num_iterations": 2},
         r"mean reads log-probabilities before the rollouts are chosen",
     ),
     "a pass fills another field": (

@@ -169,3 +169,4 @@ def test_espos_clip_range_is_that_of_the_texts_vocabulary(monkeypatch: pytest.Mo
     looked_at(monkeypatch, module, "as_espo", lambda _, *call: seen.append(call[4]))
     made.compute_loss(made.model, micro_batch(9))
     assert seen == [VOCABULARY**2]
+    assert made.epsilon_low == made.epsilon_high == made.args.epsilon, "an evaluation reads them"
