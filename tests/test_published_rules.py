@@ -1,6 +1,6 @@
 """The rules against the authors' code, rewritten here from its description. test_max_variance.py proves that of PODS.
 
-trainers/test_trl_rules.py compares with TRL's own code.
+trainers/test_trl_rollouts.py compares with TRL's own code.
 """
 
 import math

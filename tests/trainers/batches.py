@@ -12,7 +12,6 @@ from tiny_trl import GROUP, VOCABULARY
 from torch import Tensor
 from trl import GRPOTrainer
 
-from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 
 
@@ -111,58 +110,3 @@ def loss_and_gradients(made: GRPOTrainer, batch: dict[str, Tensor]) -> tuple[flo
     loss = made.compute_loss(made.model, batch)
     loss.backward()
     return loss.item(), gradients(made)
-
-
-def logged_together(made: GRPOTrainer, batches: list[dict[str, Tensor]]) -> dict[str, float]:
-    """What a process logs while it and others compute a loss, each of its own batch; the last one is this process's."""
-    # The sums that they would add up are found one by one: one that is sent may depend on those that came before.
-    totals: list[Tensor] = []
-    while True:
-        sent: list[list[Tensor]] = []
-        for batch in batches:
-            own: list[Tensor] = []
-
-            def reduce(value: Tensor, reduction: str, own: list[Tensor] = own) -> Tensor:
-                own.append(value.clone())
-                return totals[len(own) - 1] if len(own) <= len(totals) else value
-
-            made._metrics["train"].clear()
-            made.accelerator.reduce = reduce
-            made.compute_loss(made.model, batch)
-            sent.append(own)
-        if len(totals) == len(sent[0]):
-            return {name: float(values[0]) for name, values in made._metrics["train"].items()}
-        totals.append(torch.stack([own[len(totals)] for own in sent]).sum(dim=0))
-
-
-def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
-    assert expected.norm() > 0
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
-
-
-class Seen:
-    """What a trainer's updates saw: their batches, with TRL's scores of them."""
-
-    def __init__(self, made: D3STrainer) -> None:
-        self.batches: list[dict[str, Any]] = []
-        score, add = made._score_for_loss, made._add_sets
-
-        def scoring(call: Any, inputs: dict[str, Any]) -> Any:
-            with torch.no_grad():
-                over_all = call.scores()[0]  # log-probabilities over the whole vocabulary
-            found = score(call, inputs)
-            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found.scores[:2]), strict=True))
-            self.batches.append({**found.inputs, **own, "over_all": over_all})
-            return found
-
-        def adding(batch: dict[str, Any], recorded: Any) -> None:
-            # The mass that the sampler measured goes where its rows go, as one more field of the batch.
-            batch["log_mass"] = recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
-            add(batch, recorded)
-
-        made._score_for_loss, made._add_sets = scoring, adding
-
-    def tokens(self, name: str) -> Tensor:
-        """A field's values at all tokens."""
-        fields = [(batch[name], batch["completion_mask"].bool()) for batch in self.batches]
-        return torch.cat([field[:, : mask.shape[1]][mask] for field, mask in fields])

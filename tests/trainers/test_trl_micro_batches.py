@@ -4,7 +4,7 @@ positions.
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 from typing import Any
 
 import pytest
@@ -28,10 +28,11 @@ from trl.trainer.utils import (
 from d3s_kernels.integrations.trl import D3STrainer
 
 LIMIT = 24
+IDS = {"vocab_size": VOCABULARY, "bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
 TOLERANCE = 1e-6  # of the norm of the gradient. Later steps start from weights that differ by such an error.
 
 
-def rollouts(prompts: list[str], trainer: GRPOTrainer, tools: bool = False) -> dict[str, Any]:
+def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
     """Prompts and completions of all lengths; those of a step and a process are the same for every trainer."""
     seed = 1_000 * trainer.state.global_step + trainer.accelerator.process_index
     draws = torch.Generator().manual_seed(seed)
@@ -43,12 +44,10 @@ def rollouts(prompts: list[str], trainer: GRPOTrainer, tools: bool = False) -> d
         drawn: list[int] = torch.randint(2, VOCABULARY, (length,), generator=draws).tolist()
         return drawn
 
-    made: dict[str, Any] = {"prompt_ids": [tokens(n) for n in begins], "completion_ids": [tokens(n) for n in lengths]}
+    made = {"prompt_ids": [tokens(n) for n in begins], "completion_ids": [tokens(n) for n in lengths]}
     for tokens_of_row in made["completion_ids"]:  # most completions end, the others are truncated
         if torch.rand((), generator=draws) < 0.7:
             tokens_of_row[-1] = EOS
-    if tools:
-        made["env_mask"] = [[int(place % 3 != 1) for place in range(n)] for n in lengths]
     return made | {"logprobs": None}
 
 
@@ -64,31 +63,25 @@ class Steps(TrainerCallback):
 
 
 def trained(
-    kind: type[GRPOTrainer], options: dict[str, Any], resume: str | None = None, callback: Any = None
+    kind: type[GRPOTrainer], options: dict[str, Any], callback: Any = None
 ) -> tuple[GRPOTrainer, list[Tensor], list[list[int]]]:
     """A trainer after its run, the gradient of each optimizer step, and the shape of each forward with a gradient."""
     options = {"gradient_accumulation_steps": 4, "max_steps": 1, "max_completion_length": LIMIT} | options
     options |= {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0.0}
-    make, tools = options.pop("model", model), options.pop("tools", False)
-    policy = make if isinstance(make, str) else make()
+    policy = options.pop("model", model)()
     if issubclass(kind, D3STrainer):
         options = {"keep_all": True, "rollouts": 1.0, "tokens": 1.0} | options
-    made = trainer(kind, policy=policy, **options)
-    made.rollout_func = lambda prompts, trainer: rollouts(prompts, trainer, tools)
+    made = trainer(kind, policy=policy, rollout_func=rollouts, **options)
     for each in [steps := Steps(), *([callback] if callback else [])]:
         made.add_callback(each)
     torch.manual_seed(3)
     with forwards(made.model) as seen:
-        made.train(resume_from_checkpoint=resume)
+        made.train()
     return made, steps.gradients, [list(given["input_ids"].shape) for has_gradient, given in seen if has_gradient]
 
 
 def positions(shapes: list[list[int]]) -> int:
-    return sum(rows * columns for rows, columns in shapes)
-
-
-def largest(shapes: list[list[int]]) -> int:
-    return max(positions([shape]) for shape in shapes)
+    return sum(map(math.prod, shapes))
 
 
 def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -101,13 +94,8 @@ def assert_same_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
 def gpt2() -> GPT2LMHeadModel:
     """Learns an embedding for each position, so that prompts may not be cut."""
     torch.manual_seed(0)
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    made = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=40, attn_pdrop=0.0, embd_pdrop=0.0,
-            resid_pdrop=0.0, **ids,
-        )
-    )  # fmt: skip
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 40}
+    made = GPT2LMHeadModel(GPT2Config(**sizes, **IDS, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
     with torch.no_grad():
         made.transformer.wpe.weight.mul_(20)
     return made
@@ -115,15 +103,12 @@ def gpt2() -> GPT2LMHeadModel:
 
 # Losses, levels, divisions and terms of the loss are drawn by test_trl_sweep.py.
 ORDERED: dict[str, dict[str, Any]] = {
-    "sequences": {"importance_sampling_level": "sequence"},
-    "two passes over a generation": {"loss_type": "luspo", "num_iterations": 2, "max_steps": 4},
     "updates that end within a generation": {
-        "steps_per_generation": 3, "gradient_accumulation_steps": 2, "loss_type": "grpo", "max_steps": 5,
+        "steps_per_generation": 3, "gradient_accumulation_steps": 2, "max_steps": 5,
     },
-    "tools and a reference": {"tools": True, "beta": 0.1, "loss_type": "grpo"},
-    "positions that are learnt": {"model": gpt2, "loss_type": "grpo"},
+    "positions that are learnt": {"model": gpt2},
     "embeddings that depend on the number of columns": {
-        "num_iterations": 2, "max_steps": 2, "model": lambda: model(
+        "num_iterations": 2, "max_steps": 2, "loss_type": "dapo", "model": lambda: model(
             max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         ),
     },
@@ -136,14 +121,9 @@ LATER: dict[str, dict[str, Any]] = {
 CASES = [*ORDERED, *(slow(name, shows="that this leaves the gradient as it is") for name in LATER)]
 
 
-def with_reference(options: dict[str, Any], saved: str) -> dict[str, Any]:
-    """TRL loads a reference by the policy's name."""
-    return {"model": saved} | options if "beta" in options else options
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_trls(name: str, saved: str) -> None:
-    options = with_reference((ORDERED | LATER)[name], saved)
+def test_the_gradient_is_trls(name: str) -> None:
+    options = {"loss_type": "grpo"} | (ORDERED | LATER)[name]
     _, theirs, before = trained(PlainTrainer, options)
     made, ours, after = trained(D3STrainer, options)
     assert_same_gradients(ours, theirs)
@@ -151,10 +131,9 @@ def test_the_gradient_is_trls(name: str, saved: str) -> None:
     by_length = name == "embeddings that depend on the number of columns"
     assert positions(after) == positions(before) if by_length else positions(after) < 0.9 * positions(before)
     steps = made.args.steps_per_generation
-    generation = before[:steps], after[:steps]
-    assert [sum(rows for rows, _ in shapes) for shapes in generation] == [steps * GROUP] * 2
+    assert [sum(rows for rows, _ in shapes[:steps]) for shapes in (before, after)] == [steps * GROUP] * 2
     if not by_length:
-        assert largest(after) <= largest(before)
+        assert max(map(math.prod, after)) <= max(map(math.prod, before))
         assert len({rows for rows, _ in after}) > 1
 
 
@@ -162,33 +141,22 @@ def experts() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    made = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY, num_experts=4, num_experts_per_tok=2, output_router_logits=True, bos_token_id=EOS,
-            eos_token_id=EOS, pad_token_id=PAD, **sizes, **heads,
-        )
-    )  # fmt: skip
+    of_experts = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **of_experts, **IDS))
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(20)
     return made
 
 
-STAYS: dict[str, tuple[dict[str, Any], str]] = {
-    "bnpo": ({"loss_type": "bnpo"}, "loss_type 'bnpo' is a mean over the tokens of each micro-batch"),
-    "entropy bonus": ({"entropy_coef": 0.1}, "the entropy bonus is a mean over the tokens of each micro-batch"),
-    "router": ({"model": experts}, "the router loss is computed for each micro-batch"),
-}
-
-
-@pytest.mark.parametrize("name", STAYS)
-def test_rows_stay_where_a_micro_batch_is_a_mean_of_its_own(name: str) -> None:
-    options, reason = STAYS[name]
+def test_rows_stay_where_each_micro_batch_has_a_router_loss() -> None:
+    """Other losses whose rows stay: test_trl_sweep.py."""
+    options = {"model": experts}
     _, theirs, before = trained(PlainTrainer, options)
     _, ours, after = trained(D3STrainer, options)
     assert_same_gradients(ours, theirs)
     assert [rows for rows, _ in after] == [GROUP] * len(before)
     assert positions(after) < positions(before)  # each micro-batch is cut to its own columns
-    with pytest.raises(ValueError, match=f"order_rows: got 'work'; takes 'auto' or 'none', because {reason}"):
+    with pytest.raises(ValueError, match="order_rows: got 'work'; takes 'auto' or 'none', because the router loss is"):
         trained(D3STrainer, options | {"order_rows": "work"})
 
 
@@ -233,8 +201,9 @@ def test_images_go_with_their_rows() -> None:
     batch = generation_batch(3)
     numbers = torch.arange(len(batch["advantages"]))
     batch |= {"advantages": numbers.float(), "num_images": (numbers % 3).tolist()}
-    owner = numbers.repeat_interleave(numbers % 3)
-    batch |= {"pixel_values": owner[:, None].float(), "image_grid_thw": torch.ones(len(owner), 3, dtype=torch.long)}
+    owner = numbers.repeat_interleave(numbers % 3)  # of images, which have one or two patches
+    grids = torch.stack([torch.ones_like(owner), torch.ones_like(owner), 1 + owner % 2], dim=1)
+    batch |= {"pixel_values": owner.repeat_interleave(1 + owner % 2)[:, None].float(), "image_grid_thw": grids}
     batch |= {"mm_token_type_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)}
     shuffled = split_tensor_dict(shuffle_sequence_dict(split_pixel_values_by_grid(batch)), 2)
     parts = made._divided([unsplit_pixel_values_by_grid(part) for part in shuffled])
@@ -242,23 +211,12 @@ def test_images_go_with_their_rows() -> None:
     for part in parts:
         rows = part["advantages"].long()
         assert part["num_images"] == (rows % 3).tolist()
-        assert part["pixel_values"][:, 0].long().tolist() == rows.repeat_interleave(rows % 3).tolist()
+        images = rows.repeat_interleave(rows % 3)
+        assert part["image_grid_thw"][:, 2].equal(1 + images % 2)
+        assert part["pixel_values"][:, 0].equal(images.repeat_interleave(1 + images % 2).float())
         sides = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
         assert torch.equal(part["mm_token_type_ids"], sides)
         for row, number in enumerate(rows.tolist()):
             mask = part["completion_mask"][row].bool()
             assert torch.equal(part["completion_ids"][row][mask], batch["completion_ids"][number][: mask.sum()])
             assert mask.sum() == batch["completion_mask"][number].sum()
-
-
-@pytest.mark.slow("that nothing of an interrupted run is left")
-def test_a_run_that_resumes_within_a_generation_goes_on(saved: str, tmp_path: Path) -> None:
-    """TRL then generates anew. Nothing of the interrupted run's micro-batches is left."""
-    options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "loss_type": "grpo", "model": saved}
-    options |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "run")}
-    trained(PlainTrainer, options)
-    from_there = str(tmp_path / "run" / "checkpoint-1")
-    runs = [trained(kind, options, resume=from_there) for kind in (PlainTrainer, D3STrainer)]
-    (_, theirs, before), (_, ours, after) = runs
-    assert_same_gradients(ours, theirs)
-    assert len(before) == len(after) == 4

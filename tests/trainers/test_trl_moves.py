@@ -16,7 +16,8 @@ from d3s_kernels.integrations.trl.batch import SETS, keep_rollouts
 
 SIZE = 3
 ROUNDS = rounds(60)
-PAD_TOKEN = 7  # not 0, with which all else is padded
+PAD_TOKEN = 7  # not 0, with which most is padded
+FILLERS = {"prompt_ids": PAD_TOKEN, "completion_ids": PAD_TOKEN, "importance_sampling_ratio": 1, SETS: -1}
 BY_COMPLETION = {
     "completion_ids": torch.int64, "completion_mask": torch.int64, "tool_mask": torch.int64,
     "old_per_token_logps": torch.float32, "ref_per_token_logps": torch.bfloat16,
@@ -53,45 +54,31 @@ def draw_kept(ranks: int, rows: int, generator: torch.Generator) -> Tensor:
     return kept
 
 
-def rows_of(batch: dict[str, Tensor], kept: Tensor) -> list[dict[str, Any]]:
-    return [
-        {name: value[row].tolist() for name, value in batch.items() if value.dim()}
-        for row in kept.nonzero()[:, 0].tolist()
-    ]
+def widened(values: Tensor, name: str, widths: list[int]) -> Tensor:
+    sides: list[int] = []
+    for width, own in reversed(list(zip(widths, values.shape[1:], strict=True))):
+        sides += [width - own, 0] if name.startswith("prompt") else [0, width - own]
+    return torch.nn.functional.pad(values, sides, value=FILLERS.get(name, 0))
 
 
-def padded(row: list[Any], name: str, widths: list[int]) -> list[Any]:
-    width, *more = widths
-    if more:  # sets, which are padded too
-        row = [padded(one, name, more) for one in row]
-        return row + [[-1] * more[0]] * (width - len(row))
-    if name == SETS:
-        return row + [-1] * (width - len(row))
-    filler = [{"prompt_ids": PAD_TOKEN, "completion_ids": PAD_TOKEN, "importance_sampling_ratio": 1}.get(name, 0)]
-    missing = filler * (width - len(row))
-    return missing + row if name.startswith("prompt") else row + missing
-
-
-def expected(batches: list[dict[str, Tensor]], kept: Tensor) -> list[list[dict[str, Any]]]:
-    """Each rank's rows: its own first ones, then the surplus rows of other ranks, in their order."""
-    held = [rows_of(batch, own) for batch, own in zip(batches, kept, strict=True)]
+def expected(batches: list[dict[str, Tensor]], kept: Tensor, rank: int) -> dict[str, Tensor]:
+    """A rank's rows: its own first ones, then the surplus rows of other ranks, in their order."""
+    held = [[(of, row) for row in own.nonzero()[:, 0].tolist()] for of, own in enumerate(kept)]
     quota = sum(map(len, held)) // len(held)
-    if all(len(rows) == quota for rows in held):
-        return held  # nothing is padded
-    widest = {
-        name: [max(b[name].shape[dim] for b in batches) for dim in range(1, value.dim())]
-        for name, value in batches[0].items()
-        if value.dim() > 1
-    }
-    surplus = [row for rows in held for row in rows[quota:]]
-    given = [rows[:quota] for rows in held]
-    for rows in given:
-        missing = quota - len(rows)
-        rows += surplus[:missing]
+    surplus = [place for places in held for place in places[quota:]]
+    given = [places[:quota] for places in held]
+    nothing_moves = not surplus
+    for places in given:
+        missing = quota - len(places)
+        places += surplus[:missing]
         del surplus[:missing]
-    return [
-        [{n: padded(v, n, widest[n]) if n in widest else v for n, v in row.items()} for row in rows] for rows in given
-    ]
+    found = {}
+    for name, own in batches[rank].items():
+        widest = [max(batch[name].shape[dim] for batch in batches) for dim in range(1, own.dim())]
+        widths = list(own.shape[1:]) if nothing_moves else widest
+        rows = [widened(batches[of][name], name, widths)[row] for of, row in given[rank] if own.dim()]
+        found[name] = torch.stack(rows) if rows else own[:0] if own.dim() else own
+    return found
 
 
 def move(ranks: Ranks, seed: int, watch: bool) -> tuple[int, int]:
@@ -105,12 +92,10 @@ def move(ranks: Ranks, seed: int, watch: bool) -> tuple[int, int]:
         own = batches[ranks.rank]
         with counted() as calls:
             found = keep_rollouts(own, kept[ranks.rank], PAD_TOKEN, ranks.group)
-        here = expected(batches, kept)[ranks.rank]
-        all_rows = torch.ones(len(found["advantages"]), dtype=torch.bool)
-        assert rows_of(found, all_rows) == here, f"seed {seed + number}"
-        assert found.keys() == own.keys()
-        assert all(found[name].dtype == value.dtype for name, value in own.items())
-        assert found["num_items_in_batch"] is own["num_items_in_batch"]
+        here = expected(batches, kept, ranks.rank)
+        assert found.keys() == here.keys()
+        for name, value in here.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"seed {seed + number}: {name}")
         counts = kept.sum(dim=1)
         moved = bool((counts != counts[0]).any())
         moves += moved

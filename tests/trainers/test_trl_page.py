@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from tiny_trl import EOS, GROUP, PAD, share_of_even, trainer
+from tiny_trl import EOS, GROUP, share_of_even, trainer
 
 from d3s_kernels.integrations.trl.page import SHOWN
 
@@ -45,9 +45,7 @@ def text(rollout: str) -> str:
 
 def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any]:
     """Trains. Returns the tokens that each loss saw, of each rollout by its place, and the trainer."""
-    rollouts_by = options.pop("rollout_func", None)
     made = trainer(output_dir=str(folder), **options)
-    made.rollout_func = rollouts_by
     seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
 
@@ -118,52 +116,35 @@ def test_rollouts_without_an_advantage_have_no_entropy_of_their_own(tmp_path: Pa
     assert all(entropy is None for *_, entropy in found)
 
 
-def test_tokens_of_tools_have_no_score(tmp_path: Path) -> None:
-    def generate(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Ten tokens each, of which those in the middle are a tool's."""
-        ids = torch.randint(2, 60, (len(prompts), 10)).tolist()
+def test_each_rollout_has_its_reward_and_its_advantage_and_marks_tokens_of_the_loss_alone(tmp_path: Path) -> None:
+    """Every second completion is truncated, and tokens in the middle of each are a tool's."""
+    ids, rewards = torch.randint(2, 60, (2 * GROUP, 10)), torch.rand(2, GROUP)
+    ids[::2, -1] = EOS
+
+    def generate(prompts: list[Any], _: Any) -> dict[str, Any]:
         mask = [[1, 1, 1, 0, 0, 0, 1, 1, 1, 1] for _ in prompts]
-        return {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": ids, "logprobs": None, "env_mask": mask}
+        return {
+            "prompt_ids": [[5, 6]] * len(prompts),
+            "completion_ids": ids.tolist(),
+            "logprobs": None,
+            "env_mask": mask,
+        }
 
-    page, _ = one_page(tmp_path, rollout_func=generate)
-    kept = page.count("<article>")
-    assert f"of {7 * kept:,}</b> tokens" in page
-    assert page.count("of 7 tokens kept") == kept
-    for rollout in rollouts(page):
-        assert len(text(rollout).split()) == 10
-        assert len(tokens(rollout)) == (7 if rollout.startswith("<article>") else 0)
-
-
-def test_truncated_completions_that_are_not_in_the_loss(tmp_path: Path) -> None:
-    page, _ = one_page(tmp_path, mask_truncated_completions=True, rollouts=8, max_completion_length=6)
-    # TRL takes a completion for truncated unless it ends with the end token, or with padding.
-    truncated = [rollout for rollout in rollouts(page) if not text(rollout).strip().endswith(">")]
-    assert truncated  # of 16 rollouts, hardly any ends within 6 of 61 equally likely tokens
-    for rollout in truncated:
-        assert len(text(rollout).split()) == 6
-        assert "not in the loss" in rollout
-        assert not tokens(rollout)
-
-
-def test_rewards_and_advantages_are_those_of_each_rollout(tmp_path: Path) -> None:
-    rewarded: dict[str, float] = {}
-
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        values = share_of_even(completion_ids)
-        special = {PAD: "<pad>", EOS: "<eos>"}
-        texts = [" ".join(special.get(token, f"w{token}") for token in ids) for ids in completion_ids]
-        rewarded.update(zip(texts, values, strict=True))
-        return values
-
-    page, _ = one_page(tmp_path, reward_funcs=reward)
-    shown = []
-    for rollout in rollouts(page):
-        value, advantage = re.search(r"reward ([\d.]+), advantage <b[^>]*>([-+.\d]+)</b>", rollout).groups()
-        assert float(value) == pytest.approx(rewarded[" ".join(text(rollout).split())], abs=5e-3)
-        shown.append((float(value), float(advantage)))
-    for group in torch.tensor(shown).view(2, GROUP, 2):
-        values, advantages = group.unbind(dim=1)
-        torch.testing.assert_close(advantages, (values - values.mean()) / (values.std() + 1e-4), atol=0.05, rtol=0)
+    page, _ = one_page(
+        tmp_path, rollout_func=generate, reward_funcs=lambda **_: rewards.flatten().tolist(), rollouts=GROUP,
+        mask_truncated_completions=True,
+    )  # fmt: skip
+    assert f"of {7 * GROUP:,}</b> tokens" in page
+    assert page.count("of 7 tokens kept") == GROUP
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    for place, rollout in enumerate(rollouts(page)):
+        is_whole = place % 2 == 0
+        assert text(rollout).split()[:9] == [f"w{token}" for token in ids[place, :9].tolist()]
+        assert len(tokens(rollout)) == (7 if is_whole else 0)
+        assert ("not in the loss" in rollout) == (not is_whole)
+        reward, advantage = re.search(r"reward ([\d.]+), advantage <b[^>]*>([-+.\d]+)</b>", rollout).groups()
+        assert float(reward) == pytest.approx(rewards.flatten()[place].item(), abs=5e-3)
+        assert float(advantage) == pytest.approx(advantages.flatten()[place].item(), abs=5e-3)
 
 
 def test_pages_are_of_generations_and_a_second_run_has_its_own(tmp_path: Path) -> None:

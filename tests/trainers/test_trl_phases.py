@@ -1,7 +1,7 @@
 """sGPO's phases in TRL as in the documentation: one run for each phase, with its queries and its group size."""
 
-import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,21 @@ from tiny_trl import PlainTrainer, arguments, model, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from d3s_kernels import load_profile, plan_rollouts
+from d3s_kernels import plan_rollouts
 
-DOCS = Path(__file__).parents[2] / "docs"
 SUCCESSES = [2, 3, 4, 0, 1, 8, 2, 5, 1, 6]  # 4 queries of size 2, 2 of 4, 2 of 8: each size fills a batch of 8 rows
 
 
 def snippet() -> str:
-    """The loop over phases, from whichever page has it."""
-    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))
-    blocks = re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL)
+    """The loop over phases."""
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (found,) = [block for block in blocks if "GRPOTrainer(" in block and "plan.phase_sizes" in block]
     return found
 
 
 def test_a_run_for_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines: list[dict[str, Any]] = [{"settings": {"queries": len(SUCCESSES)}}]
-    for index, found in enumerate(SUCCESSES):
-        lines.append({"index": index, "successes": found, "samples": 8, "mean_reward": found / 8})
-    (tmp_path / "profile.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     prompts = [f"w{10 + index}" for index in range(len(SUCCESSES))]
     model().save_pretrained("initial")
 
@@ -53,19 +48,17 @@ def test_a_run_for_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         groups[-1].append(prompts)
         return [float(ids[0] % 2) for ids in completion_ids]
 
-    def config(output_dir: str, **given: Any) -> GRPOConfig:
-        return arguments(GRPOConfig, output_dir=output_dir, gradient_accumulation_steps=1, max_steps=4, **given)
-
     monkeypatch.setattr(trl, "GRPOTrainer", Watched)
-    monkeypatch.setattr(trl, "GRPOConfig", config)
+    config = partial(arguments, GRPOConfig, gradient_accumulation_steps=1, max_steps=2)
+    monkeypatch.setattr(trl, "GRPOConfig", lambda output_dir, **given: config(output_dir=output_dir, **given))
     source, replaced = re.subn(r'^model = ".*"$', 'model = "initial"', snippet(), flags=re.MULTILINE)
     assert replaced == 1
-    plan = plan_rollouts(*load_profile("profile.jsonl"))
+    plan = plan_rollouts(torch.tensor(SUCCESSES), 8)
     exec(source, {"reward": reward, "plan": plan, "prompts": Dataset.from_dict({"prompt": prompts})})
 
     assert [trainer.num_generations for trainer in trainers] == list(plan.phase_sizes) == [2, 4, 8]
     for phase, (size, calls) in enumerate(zip(plan.phase_sizes, groups, strict=True)):
-        assert len(calls) == 4
+        assert len(calls) == 2
         for batch in calls:
             assert batch == [prompt for prompt in batch[::size] for _ in range(size)]
             assert set(batch) <= {prompts[query] for query in plan.queries(phase)}

@@ -42,12 +42,17 @@ def test_groups_without_a_spread_are_replaced() -> None:
     assert logged["d3s/groups_without_spread"] == [0]
 
 
-def test_the_table_of_completions_has_the_rows_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_completions_has_the_rows_of_the_batch(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the new rows are also scored by the old policy's and the reference's pass, and shown on a page."""
+
     def reward(prompts: list[str], completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
         log_extra("length", [len(tokens) for tokens in completion_ids])
         return none_for_even_prompts(prompts, completion_ids)
 
-    made, batches = made_with(8, reward_funcs=reward, log_completions=True, output_dir=str(tmp_path), max_steps=2), []
+    scored = {"policy": saved, "selection_page_steps": 1, "entropy_from": "rollout", "beta": 0.1}
+    made, batches = made_with(8, reward, log_completions=True, output_dir=str(tmp_path), **scored), []
     looked_at(monkeypatch, made, "_keep_rollouts", lambda _, batch, *__: batches.append(batch))
     made.train()
     refills = 0
@@ -61,19 +66,6 @@ def test_the_table_of_completions_has_the_rows_of_the_batch(tmp_path: Path, monk
         assert table["reward"].groupby(table.index // GROUP).nunique().gt(1).all()
         refills += made.state.log_history[step - 1]["d3s/refills"]
     assert refills > 0
-
-
-def test_the_new_rows_are_scored_as_if_they_had_always_been_there(saved: str) -> None:
-    made = made_with(8, policy=saved, selection_page_steps=1, entropy_from="rollout", beta=0.1)
-    batch = generated(made, prompts=(4, 3))
-    fields = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.dim() > 0}
-    assert {len(value) for value in fields.values()} == {2 * GROUP}
-    mask = batch["completion_mask"].bool()
-    assert int(batch["num_items_in_batch"]) == int(mask.sum())
-    for name in fields.keys() & {"completion_ids", "d3s_entropy", "ref_per_token_logps"}:
-        assert fields[name].shape == mask.shape
-    assert (fields["ref_per_token_logps"][mask] < 0).all()
-    made.train()
 
 
 def test_fields_of_a_rollout_func_are_no_columns_of_the_data_set() -> None:

@@ -1,100 +1,25 @@
-"""Which rollouts of TRL's generation batch are kept, and what happens to its tensors."""
+"""What is said of rollouts and off-policy tokens of TRL's generation batch. Which are kept: test_trl_sweep.py."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("trl")
-from batches import generation_batch
-from tiny_trl import GROUP, PAD, generated, trainer
+from batches import forwards, generation_batch
+from tiny_trl import GROUP, PlainTrainer, generated, trainer
 
+from d3s_kernels import group_advantages, select_tokens
 from d3s_kernels.integrations._transformers import without_spread
-from d3s_kernels.integrations.trl.batch import take
-from d3s_kernels.integrations.trl.columns import MayCut, trimmed
-from d3s_kernels.selection import Selection, choose_rollouts
-
-
-def test_taken_rows_have_their_images() -> None:
-    batch = generation_batch(0, rows=3)
-    batch |= {
-        "num_images": [2, 0, 1],
-        "image_grid_thw": torch.tensor([[1, 1, 2], [1, 1, 1], [1, 2, 2]]),
-        "pixel_values": torch.arange(7.0)[:, None],  # 3 patches of the first row, 4 of the last
-    }
-    taken = take(batch, torch.tensor([0, 2]))
-    assert taken["num_images"] == [2, 1]
-    assert taken["pixel_values"].flatten().tolist() == [0, 1, 2, 3, 4, 5, 6]
-    last = take(batch, torch.tensor([2]))
-    assert last["pixel_values"].flatten().tolist() == [3, 4, 5, 6]
-    assert last["image_grid_thw"].tolist() == [[1, 2, 2]]
-    assert torch.equal(last["completion_ids"], batch["completion_ids"][2:])
-    assert last["num_items_in_batch"] is batch["num_items_in_batch"]
-
-
-BY_TOKEN = [
-    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("multiple", "prompt", "completion"), [(None, 2, 5), (4, 4, 8), (16, 4, 10)])
-def test_trimmed_of_empty_columns(multiple: int | None, prompt: int, completion: int) -> None:
-    numbers = torch.arange(160.0).view(16, 10)
-    batch = generation_batch(0) | dict.fromkeys(BY_TOKEN, numbers)
-    batch["completion_mask"] = (torch.arange(10) < 5).long().expand(16, 10).clone()
-    batch["prompt_mask"] = (torch.arange(4) >= 2).long().expand(16, 4).clone()
-    batch["token_type_ids"] = torch.cat([batch["prompt_ids"], numbers], dim=1)
-    cut = trimmed(batch, multiple, MayCut(True, True))
-    for name in ("prompt_ids", "prompt_mask"):
-        assert torch.equal(cut[name], batch[name][:, 4 - prompt :])
-    for name in BY_TOKEN:
-        assert torch.equal(cut[name], batch[name][:, :completion])
-    both = torch.cat([cut["prompt_ids"], numbers[:, :completion]], dim=1)
-    assert torch.equal(cut["token_type_ids"], both)
-    batch["importance_sampling_ratio"] = torch.ones(16, 1)  # of sequences
-    assert trimmed(batch, multiple, MayCut(True, True))["importance_sampling_ratio"].shape == (16, 1)
-
-
-@pytest.mark.parametrize(("there", "left"), [(10, 2), (1, 1)])
-def test_trimmed_keeps_two_columns_of_nothing(there: int, left: int) -> None:
-    batch = generation_batch(0, completion=there)
-    batch["completion_mask"] *= 0
-    assert trimmed(batch, None, MayCut(True, True))["completion_ids"].shape == (16, left)
-
-
-@pytest.mark.parametrize("tools", [False, True])
-def test_kept_rows_are_whole_and_in_their_order(tools: bool) -> None:
-    made, batch = trainer(rollouts=3), generation_batch(5)
-    batch["completion_mask"][:, :2] = 1
-    counted = batch["completion_mask"].clone()
-    if tools:  # whose tokens are not counted
-        counted[:, 0] = 0
-        batch["tool_mask"] = counted
-    expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, multiple_of=2).flatten()
-    kept = made._keep_rollouts(dict(batch))
-    assert expected.sum() == 6
-    width = int(batch["completion_mask"][expected].sum(dim=1).max())
-    prompt = int(batch["prompt_mask"][expected].sum(dim=1).max())
-    assert torch.equal(kept["advantages"], batch["advantages"][expected])
-    for name in ("prompt_ids", "prompt_mask"):
-        assert torch.equal(kept[name], batch[name][expected][:, 4 - prompt :])
-    for name in ("completion_ids", "completion_mask", *["tool_mask"] * tools):
-        assert torch.equal(kept[name], batch[name][expected][:, :width])
-    assert kept["num_items_in_batch"] == counted[expected].sum()
-    assert (kept["completion_ids"][kept["completion_mask"] == 0] == PAD).all()
-
+from d3s_kernels.selection import Selection
 
 FOUR_STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-
-
 LITTLE: dict[str, dict[str, Any]] = {
-    "_start: got 3, but 4 of 8 rollouts are kept: a group has 8, and .* multiple of .*, 4": {
-        "rollouts": 3,
-        **FOUR_STEPS,
-    },
+    "_start: got 3, but 4 of 8 rollouts are kept: a group has 8, and .*, 4": {"rollouts": 3, **FOUR_STEPS},
     "_start: got 12, but 16 of 16 rollouts are kept: a group has 8": {"rollouts": 12},
     "_end: got 5, but 8 of 8 rollouts are kept: a group has 8, and ": {"rollouts_end": 5, **FOUR_STEPS},
 }
@@ -119,35 +44,6 @@ def test_advantages_of_tokens_are_refused() -> None:
         trainer()._keep_rollouts(batch)
 
 
-def test_podss_advantages_are_those_of_the_kept() -> None:
-    batch = generation_batch(6)
-    marked = choose_rollouts(batch["advantages"].view(-1, GROUP), 4, scope="group", multiple_of=2).flatten()
-    left = batch["advantages"][marked].view(-1, 4)
-    centred = left - left.mean(dim=1, keepdim=True)
-    scaled = centred / (left.std(dim=1, keepdim=True) + 1e-4)
-    # With "batch" TRL has divided already, and with "none" it does not divide.
-    scales = {"group": scaled, "batch": centred, "none": centred}
-    several = {"multi_objective_aggregation": "normalize_then_sum"}  # here TRL divides as with "batch"
-    for options, expected in [*(({"scale_rewards": scale}, scales[scale]) for scale in scales), (several, centred)]:
-        made = trainer(rollout_scope="group", advantages_from="kept", **options)
-        torch.testing.assert_close(made._keep_rollouts(dict(batch))["advantages"].view(-1, 4), expected)
-    whole = trainer(rollout_scope="group")._keep_rollouts(dict(batch))["advantages"]
-    assert torch.equal(whole, batch["advantages"][marked])
-
-
-def test_rounding_errors_of_equal_rewards_are_no_advantages() -> None:
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [0.1] * len(completions)
-
-    assert generated(trainer(reward_funcs=reward, keep_all=True, rollouts=1.0, tokens=1.0))["advantages"].any(), (
-        "GRPOTrainer's gradient"
-    )
-    made = trainer(reward_funcs=reward, drop_zeros=True, entropy_from="rollout")
-    batch = generated(made)
-    assert not batch["advantages"].any()
-    assert not batch["d3s_kept"].any()
-
-
 def test_rounding_errors_are_not_normalised() -> None:
     """TRL's advantages of rewards that are equal up to rounding are some 6e-4, and their deviation is as small."""
     a, b, c = torch.tensor([0.1, 0.2, 0.35])
@@ -160,15 +56,102 @@ def test_rounding_errors_are_not_normalised() -> None:
     assert not anew.any()
 
 
-def test_only_groups_with_a_share_of_the_variance() -> None:
-    """The variance is of the total rewards of all functions, and no budget keeps the rollouts of other groups."""
-    made, batch = trainer(rollouts=1.0, group_variance_mass=0.9), generation_batch(5)
-    with pytest.raises(ValueError, match="rewards: got None with group_variance_mass"):
-        made._keep_rollouts(dict(batch))
-    apart = torch.linspace(-1, 1, GROUP)
-    rewards = torch.stack([torch.cat([apart, apart]), torch.cat([-apart, apart])], dim=1)
-    kept = made._keep_rollouts(dict(batch), rewards)
-    assert torch.equal(kept["advantages"], batch["advantages"][GROUP:])
-    assert torch.equal(kept["prompt_ids"], batch["prompt_ids"][GROUP:, -kept["prompt_ids"].shape[1] :])
-    logged = made._metrics["train"]
-    assert [float(logged[f"d3s/{name}"][0]) for name in ("groups_kept", "rollouts_kept")] == [0.5, GROUP]
+def test_random_rollouts_are_the_same_on_every_process_and_others_each_time() -> None:
+    def drawn(seed_of_process: int, step: int = 0) -> list[list[float]]:
+        made = trainer(rollout_rule="random")
+        made.state.global_step = step
+        torch.manual_seed(seed_of_process)
+        return [made._keep_rollouts(generation_batch(5))["advantages"].tolist() for _ in range(2)]
+
+    first, second = drawn(1)
+    assert first != second  # two generations within a step
+    assert drawn(2) == [first, second] != drawn(1, step=1)
+
+
+# ---- tokens whose probability in the policy is far from the one they were sampled with ------------------------------
+
+
+def rollouts_of(logprobs: list[float | None]) -> Any:
+    """A rollout_func with these log-probabilities of three tokens."""
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        ids = [[5, 6, 7 + place] for place in range(len(prompts))]
+        return {"prompt_ids": [[3]] * len(ids), "completion_ids": ids, "logprobs": [logprobs] * len(ids)}
+
+    return rollout
+
+
+@pytest.mark.parametrize("entropy_from", ["auto", "update"])
+def test_an_update_without_a_policy_gradient_is_said_once(saved: str, entropy_from: str) -> None:
+    """TRL's correction multiplies the loss of each token by 0."""
+    bounds = {f"vllm_importance_sampling_clip_{end}": value for end, value in {"min": 9.0, "max": None}.items()}
+    made = trainer(
+        policy=saved, entropy_from=entropy_from, vllm_importance_sampling_mode="token_mask", **bounds,
+        rollout_func=rollouts_of([-0.01] * 3),
+    )  # fmt: skip
+    made.use_vllm, made._last_loaded_step, made.accelerator.sync_gradients = True, 0, True
+    with forwards(made.model) as passes:
+        batch = generated(made)
+    assert sum(len(inputs["input_ids"]) for _, inputs in passes) == 2 * GROUP, "one pass has all scores of a rollout"
+    with pytest.warns(UserWarning, match=r"d3s/off_policy_share: (\d+) of \1 tokens of an update .* no policy grad"):
+        made.compute_loss(made.model, batch)
+    assert made._metrics["train"]["d3s/off_policy_share"] == [1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made.compute_loss(made.model, batch)
+
+
+def test_completions_without_log_probabilities_are_refused(saved: str) -> None:
+    made = trainer(policy=saved, off_policy_rule="kpop")
+    with pytest.raises(ValueError, match="off_policy_rule: got 'kpop', and completions without the log-probabilities"):
+        generated(made)
+
+
+def test_log_probabilities_of_a_rollout_func_are_whole_where_they_are_read(saved: str) -> None:
+    """TRL pads them with 0, the probability 1."""
+    generated(trainer(policy=saved, rollout_func=rollouts_of([-4.0, -4.0])))
+    made = trainer(policy=saved, off_policy_rule="kpop", rollout_func=rollouts_of([-4.0, -4.0]))
+    with pytest.raises(ValueError, match=r"rollout_func: got 2 logprobs for 3 completion_ids of rollout 0; takes"):
+        generated(made)
+
+
+def test_sampling_masks_record_with_which_probability_a_token_was_drawn(saved: str) -> None:
+    """Nothing is off-policy in the first update."""
+    made = trainer(policy=saved, sampling_mask=True, top_k=5, off_policy_rule="sequence_error", off_policy_high=1.001)
+    batch = generated(made)
+    assert batch["d3s_trusted"].equal(batch["completion_mask"].bool())
+
+
+# ---- what is TRL's own -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5, 0.99])
+def test_the_quantile_of_entropies(ratio: float, dtype: torch.dtype) -> None:
+    """The masks are equal, also for entropies that tie, for NaN, and for no tokens."""
+    plain, mask = trainer(PlainTrainer), torch.rand(7, 90) < 0.8
+    for entropy in (torch.rand(7, 90), torch.randint(4, (7, 90)) / 3, torch.full((7, 90), 0.5)):
+        for values, present in ((entropy, mask), (entropy, ~mask), (entropy, torch.zeros_like(mask))):
+            values = values.to(dtype)
+            theirs = plain.get_high_entropy_mask(values, present.int(), 1 - ratio)
+            ours = select_tokens(values, None, ratio, rule="entropy_quantile", mask=present)
+            assert ours.mask.equal(theirs)
+            assert ours.count == theirs.sum()
+    entropy[mask] = math.nan
+    assert not plain.get_high_entropy_mask(entropy, mask.int(), 1 - ratio).any()
+    assert not select_tokens(entropy, None, ratio, rule="entropy_quantile", mask=mask).mask.any()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_with_completions_that_no_reward_scored(scale: str) -> None:
+    """TRL leaves a reward of None out of mean and deviation, and gives it the advantage 0."""
+    rewards = torch.randint(9, (4, GROUP)) / 8
+    rewards[torch.rand(4, GROUP) < 0.3] = math.nan
+    rewards[0], rewards[1, 1:] = 0.25, math.nan  # a group of equal rewards; a group with one score
+
+    def score(completion_ids: Any, **_: Any) -> list[float | None]:
+        return [None if math.isnan(r) else r for r in rewards.flatten().tolist()]
+
+    made = trainer(PlainTrainer, reward_funcs=score, scale_rewards=scale)
+    theirs = generated(made, range(2, 6))["advantages"]
+    torch.testing.assert_close(group_advantages(rewards, scale=scale).flatten(), theirs, rtol=1e-4, atol=1e-5)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 import trl.trainer.utils as trl_utils
-from batches import Seen, generation_batch, gradients, logits_of, loss_and_gradients, with_sets
+from batches import generation_batch, gradients, logits_of, looked_at, loss_and_gradients, with_sets
 from peft import LoraConfig
-from tiny_trl import GROUP, VOCABULARY, arguments, model, share_of_even, tokenizer, trainer
+from tiny_trl import GROUP, VOCABULARY, arguments, model, trainer
 
-from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl.batch import SETS
 from d3s_kernels.integrations.trl.head import OurHead, ScoredModel
 from d3s_kernels.selection.metrics import NAMES, PADDING_NAMES, SAMPLING_NAMES
@@ -33,32 +32,8 @@ def by_hand(policy: Any, batch: dict[str, Tensor], temperature: float) -> tuple[
     return logp.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2), entropy
 
 
-# ---- the proof -------------------------------------------------------------------------------------------------------
-
-
-def first_update(**options: Any) -> Seen:
-    made = trainer(max_steps=1, max_completion_length=24, rollouts=1, **options)
-    seen = Seen(made)
-    made.train()
-    return seen
-
-
 def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=1e-5)
-
-
-def test_the_first_update_has_the_log_probabilities_of_the_sampler() -> None:
-    """Without the option, they are off by the logarithm of the kept mass."""
-    seen, plain = first_update(**ON), first_update(**CUT)
-    for name in ("completion_ids", "completion_mask"):  # the same tokens were sampled
-        assert torch.equal(seen.tokens(name), plain.tokens(name))
-    sampled, expected = seen.tokens("sampling_per_token_logps"), seen.tokens("log_mass")
-    found = plain.tokens("logprob") - sampled
-    assert len(found) > 200
-    assert (sampled - seen.tokens("logprob")).abs().max() < 1e-5
-    assert expected.mean() < -0.01
-    assert_close(found, expected)  # token by token, and so the mean
-    assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +47,20 @@ def test_the_first_update_has_the_log_probabilities_of_the_sampler() -> None:
     ],
     ids=["old, reference and policy", "an adapter", "tokens before", "entropy groups", "other cuts, and padding"],
 )
-def test_all_scores_of_a_run_are_those_of_the_sets(options: dict[str, Any], saved: str) -> None:
-    made, frozen = trainer(policy=saved, max_steps=2, **ON | options), model()
-    seen = Seen(made)
+def test_all_scores_of_a_run_are_those_of_the_sets(
+    options: dict[str, Any], saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first update these are the sampler's own."""
+    made, frozen, seen = trainer(policy=saved, max_steps=2, **ON | options), model(), []
+
+    def see(loss: Any, *_: Any) -> None:
+        seen.append((loss.inputs, *(part.detach().clone() for part in loss.scores[:2])))
+
+    looked_at(monkeypatch, made, "_score_for_loss", see)
     made.train()
-    batch, logprob, entropy = (first := seen.batches[0]), first["logprob"], first["entropy"]
+    batch, logprob, entropy = seen[0]
     mask, (expected, of_set) = batch["completion_mask"].bool(), by_hand(frozen, batch, 0.8)
-    for name in {"old_per_token_logps", "ref_per_token_logps"} & batch.keys():
+    for name in {"sampling_per_token_logps", "old_per_token_logps", "ref_per_token_logps"} & batch.keys():
         if name != "old_per_token_logps" or "entropy_group" not in options.values():  # as_espo moves the old ones
             assert_close(batch[name][mask], expected[mask])
     if "entropy_from" in options:  # tokens without a gradient are not scored in the update
@@ -113,28 +95,6 @@ def test_gradients_are_those_of_the_sets() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_where_dropped_tokens_are_skipped_the_gradient_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(entropy_from="rollout", **ON)
-    batch = made._keep_rollouts(with_sets(generation_batch(1)))
-    made._choose_tokens_of_batch(batch)
-    loss, skipping = loss_and_gradients(made, batch)
-    monkeypatch.setattr(type(made), "_tokens_are_independent", lambda *_: False)
-    of_all, all_scored = loss_and_gradients(made, batch)
-    assert loss == pytest.approx(of_all, abs=1e-6)
-    torch.testing.assert_close(skipping, all_scored, rtol=1e-4, atol=1e-7)
-    assert skipping.norm() > 0
-
-
-def test_a_pass_over_parts_of_a_batch_finds_the_sets_of_its_rows() -> None:
-    made = trainer(per_device_train_batch_size=4, **ON)  # TRL scores 4 rows at once
-    batch = with_sets(generation_batch(2))
-    logprob, entropy, _ = made._score(made.model, batch, compute_entropy=True)
-    mask = batch["completion_mask"].bool()
-    expected = by_hand(made.model, batch, 0.8)
-    for ours, other in zip((logprob, entropy), expected, strict=True):
-        assert_close(ours[mask], other[mask])
-
-
 def test_a_head_that_can_have_no_sets_says_why() -> None:
     sharded = model(tie_word_embeddings=False)
     weight = sharded.get_output_embeddings().weight
@@ -160,15 +120,13 @@ def test_what_leaves_tokens_out_is_taken() -> None:
 
 def test_tokens_of_other_turns_are_refused() -> None:
     with pytest.raises(ValueError, match="rollout_func: got one with sampling_mask; takes none: tokens of other turns"):
-        D3STrainer(
-            model(), share_of_even, arguments(**ON), train_dataset=trainer().train_dataset,
-            processing_class=tokenizer(), rollout_func=lambda prompts, trainer: {},
-        )  # fmt: skip
+        trainer(rollout_func=lambda prompts, trainer: {}, **ON)
 
 
 def test_a_run_whose_sets_are_too_large_stops_and_names_the_token() -> None:
-    with pytest.raises(ValueError, match=r"max_kept: got 2, but token \d+ of rollout \d+ was drawn from \d+ tokens"):
-        trainer(**ON, max_kept=2).train()
+    message = r"max_kept: got 4, but token 0 of rollout 0 was drawn from 6 tokens; takes"
+    with pytest.raises(ValueError, match=message):
+        trainer(sampling_mask=True, top_k=6, max_kept=4).train()
     made = trainer(**ON)
     with pytest.raises(RuntimeError, match="sampling_mask: no sets were recorded; takes completions of _generate_sin"):
         made._add_sets(generation_batch(1), None)

@@ -25,13 +25,40 @@ LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 OF_ESPO = LOSSES[:4]  # which take groups of entropies
 KINDS = [(loss, level) for loss in LOSSES for level in ("token", "sequence", "entropy_group")[: 2 + (loss in OF_ESPO)]]
 CONFIGURATIONS = 15 if EVERYTHING else 2  # of each kind
+ALIGNED = {"num_generations": 8, "per_device_train_batch_size": 8, "num_iterations": 1, "vllm": False}
+ALIGNED |= {"steps_per_generation": 2, "gradient_accumulation_steps": 2}  # no pass for old log-probabilities
+SHARED = {"drop_shared_tokens": True, "token_ratio_start": 1.0, "token_ratio_end": 1.0, "vllm": False}
+SHARED |= {"token_rule": "advantage_entropy", "num_generations": 8}
+# Options that seldom meet if all are drawn. The others are.
+MEETING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a KL term of off-policy tokens": (
+        "grpo", "token", {
+            "vllm": True, "off_policy_rule": "none", "vllm_importance_sampling_correction": True, "beta": 0.2,
+            "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2,
+        },
+    ),
+    "the mean over what is kept of the on-policy tokens": (
+        "dapo", "token", {
+            "vllm": True, "off_policy_rule": "token_mask", "vllm_importance_sampling_correction": False,
+            "loss_denominator": "kept", "token_rule": "entropy", "token_ratio_start": 0.3, "token_ratio_end": 0.3,
+            "entropy_from": "auto",
+        },
+    ),
+    "shared tokens in the update": ("grpo", "token", SHARED | {"entropy_from": "update"}),
+    "shared tokens before the update": ("dapo", "token", SHARED | {"entropy_from": "rollout"}),
+    "entropies of ESPO alone": ("grpo", "entropy_group", ALIGNED | {"token_rule": "prefix"}),
+    "no advantages": ("dapo", "token", ALIGNED | {
+        "per_device_train_batch_size": 4, "rewards": "equal groups", "entropy_from": "rollout",
+        "token_rule": "advantage_entropy",
+    }),
+}  # fmt: skip
 OFTEN = ("advantage_entropy", "prefix", "prefix_advantage_entropy")  # rules for tokens
 OURS = ("vllm", "counted", "rewards")  # what a configuration says of the made-up rollouts, not of the trainer
 
 
-def drawn(pick: Callable[..., Any], loss: str, level: str) -> dict[str, Any]:
+def drawn(pick: Callable[..., Any], loss: str, level: str, given: dict[str, Any]) -> dict[str, Any]:
     """A configuration. Values that hide what others do are rare; so are combinations that are refused."""
-    n, groups, steps = pick(2, 4, 6, 8), pick(1, 2, 3), pick(1, 2, 3, 4)
+    n, groups, steps = given.get("num_generations", pick(2, 4, 6, 8)), pick(1, 2, 3), pick(1, 2, 3, 4)
     if n * groups % steps:
         n, groups, steps = 8, 2, pick(1, 2, 4)
     some: dict[str, Any] = {
@@ -58,7 +85,7 @@ def drawn(pick: Callable[..., Any], loss: str, level: str) -> dict[str, Any]:
         "token_rule": pick("entropy", "advantage", "entropy_quantile", "random", *OFTEN * 2),
         "token_scope": pick("batch", "batch", "sequence"), "drop_zeros": pick(False, False, True),
         "loss_denominator": pick("kept", "all"), "entropy_from": pick("auto", "update", "rollout"),
-        "order_rows": pick("auto", "auto", "work", "none"), "vllm": pick(False, False, True),
+        "order_rows": pick("auto", "auto", "work", "none"), "vllm": pick(False, False, True), **given,
     }  # fmt: skip
     if level == "entropy_group":
         some |= {"espo_alpha": pick(0.02, 0.3), "espo_quantiles": pick([0.8], [0.3, 0.7])}
@@ -70,7 +97,7 @@ def drawn(pick: Callable[..., Any], loss: str, level: str) -> dict[str, Any]:
         some |= {"token_scope": "batch", "entropy_from": "auto"}
     if some["vllm"]:
         ratios = "token_mask", "sequence_mask", "geometric_mask", "token_truncate", "geometric_truncate"
-        rule = pick("none", "none", *ratios, "kpop", "opsm", "sequence_error", "m2po")
+        rule = given.get("off_policy_rule", pick("none", "none", *ratios, "kpop", "opsm", "sequence_error", "m2po"))
         measures = {"opsm": 0.05, "kpop": 0.05, "m2po": 0.1, "sequence_error": 1.4}
         modes = ("token_mask", "token_truncate") + ("sequence_mask", "sequence_truncate") * (loss != "vespo")
         # The weights of a rule with weights are TRL's ratios, which would count twice.
@@ -80,14 +107,15 @@ def drawn(pick: Callable[..., Any], loss: str, level: str) -> dict[str, Any]:
             "off_policy_low": 0.8 if rule in ratios else None, "vllm_importance_sampling_mode": pick(*modes),
             "vllm_importance_sampling_clip_min": pick(None, 0.8), "vllm_importance_sampling_clip_max": pick(1.2, 3.0),
         }  # fmt: skip
-    special = pick("keep_all", "top_entropy_quantile", *[None] * 12)
+    some |= given
+    special = None if given else pick("keep_all", "top_entropy_quantile", *[None] * 12)
     if special == "keep_all":
         ends = ("rollouts_start", "rollouts_end", "token_ratio_start", "token_ratio_end")
         some |= dict.fromkeys(ends, 1.0) | {"keep_all": True, "advantages_from": "all", "drop_shared_tokens": False}
     elif special == "top_entropy_quantile":
         some |= {"token_ratio_start": 0.3, "token_ratio_end": 0.3, "token_rule": "entropy", "loss_denominator": "all"}
         some["top_entropy_quantile"] = 0.3
-    return drawn(pick, loss, level) if refused(some) and pick(*[True] * 9, False) else some
+    return drawn(pick, loss, level, given) if refused(some) and (given or pick(*[True] * 9, False)) else some
 
 
 def refused(some: dict[str, Any]) -> bool:
@@ -161,10 +189,10 @@ class MadeUp:
         return reward
 
 
-def run(seed: int, saved: str, loss: str, level: str) -> int:
+def run(seed: int, saved: str, loss: str, level: str, given: dict[str, Any]) -> int:
     """Trains with the configuration of this seed. Returns the number of gradients that were compared."""
     random = random_generator(seed)
-    some = drawn(lambda *among: among[int(torch.randint(len(among), (), generator=random))], loss, level)
+    some = drawn(lambda *among: among[int(torch.randint(len(among), (), generator=random))], loss, level, given)
     made_up, options = MadeUp(some, seed + 1), {name: some[name] for name in some if name not in OURS}
     policy = model()
     policy.config._name_or_path = saved  # from which TRL loads the reference
@@ -180,7 +208,9 @@ def run(seed: int, saved: str, loss: str, level: str) -> int:
         with pytest.MonkeyPatch.context() as patch:
             return followed(made, some, made_up, patch)
     except (Exception, pytest.fail.Exception) as error:
-        raise AssertionError(f"run({seed}, saved, {loss!r}, {level!r}) draws this again: {some}: {error}") from error
+        raise AssertionError(
+            f"run({seed}, saved, {loss!r}, {level!r}, {given}) draws this again: {some}: {error}"
+        ) from error
 
 
 def followed(made: Any, some: dict[str, Any], made_up: MadeUp, patch: pytest.MonkeyPatch) -> int:
@@ -190,7 +220,7 @@ def followed(made: Any, some: dict[str, Any], made_up: MadeUp, patch: pytest.Mon
     made.remove_callback(PrinterCallback)
     made.add_callback(oracle)
     shuffle, compute_loss, forward = grpo_trainer.shuffle_sequence_dict, made.compute_loss, made.model.forward
-    log_tokens, kept, positions = made._log_tokens, [], []
+    log_tokens, kept, forwards = made._log_tokens, [], []
 
     def shuffled(batch: dict[str, Any]) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):  # what TRL is going to draw
@@ -200,13 +230,13 @@ def followed(made: Any, some: dict[str, Any], made_up: MadeUp, patch: pytest.Mon
 
     def computed(model: Any, inputs: dict[str, Any], **more: Any) -> Any:
         kept.clear()
-        positions.clear()
+        forwards.clear()
         loss = compute_loss(model, inputs, **more)
-        oracle.trains(inputs, *kept, *positions)
+        oracle.trains(inputs, *kept, *forwards)
         return loss
 
     def watched(**inputs: Any) -> Any:
-        positions.append(inputs["input_ids"].numel())
+        forwards.append(inputs)
         return forward(**inputs)
 
     patch.setattr(grpo_trainer, "shuffle_sequence_dict", shuffled)
@@ -219,9 +249,15 @@ def followed(made: Any, some: dict[str, Any], made_up: MadeUp, patch: pytest.Mon
 
 @pytest.mark.filterwarnings("ignore:rollouts_")  # keeping more rollouts than was asked for
 @pytest.mark.filterwarnings("ignore:d3s/off_policy_share")  # an update without a policy gradient
-@pytest.mark.parametrize(("loss", "level"), KINDS)
-def test_a_run_with_random_options_does_what_the_pages_say(loss: str, level: str, saved: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "level", "given"),
+    [*((loss, level, {}) for loss, level in KINDS), *MEETING.values()],
+    ids=[*("-".join(kind) for kind in KINDS), *MEETING],
+)
+def test_a_run_with_random_options_does_what_the_pages_say(
+    loss: str, level: str, given: dict[str, Any], saved: str
+) -> None:
     seeds = torch.randint(2**31, (CONFIGURATIONS,)).tolist()
     with threads(1):
-        compared = sum(run(seed, saved, loss, level) for seed in seeds)
+        compared = sum(run(seed, saved, loss, level, given) for seed in seeds)
     assert compared > CONFIGURATIONS or not EVERYTHING  # a few runs may all be refused, or stop where rounding decides

@@ -317,10 +317,20 @@ class Oracle(TrainerCallback):
             threshold = assert_tokens(o, g.kept[rows], score[rows], g.allowed[rows], g.ratio)
             g.threshold = g.logp.new_zeros(len(g.mask)).index_put((torch.tensor(rows),), threshold.double())
 
-    def trains(self, batch: dict[str, Any], kept: Tensor, positions: int) -> None:
+    def trains(self, batch: dict[str, Any], kept: Tensor, forward: dict[str, Tensor]) -> None:
         """Notes a micro-batch: its rows, the tokens that get a gradient, and the number of positions forwarded."""
-        rows = rows_of(batch)
-        self.parts.append((self.g, rows, self.g.wide(rows, kept)[rows], positions))
+        rows, g, shape = rows_of(batch), self.g, forward["input_ids"].shape
+        self.parts.append((g, rows, g.wide(rows, kept)[rows], shape.numel()))
+        needed = batch["completion_mask"]  # also a tool's tokens
+        if self.o.skips:  # neither rows nor columns without a needed token are forwarded
+            needed = (g.kept if self.o.before else g.before_cut)[rows]
+            last, unit = (needed.any(0) * torch.arange(1, g.columns + 1)).max(), self.o.pad_to_multiple_of or 1
+            prompt, completion = (batch[f"{side}_ids"].shape[1] for side in ("prompt", "completion"))
+            width = prompt + max(int(last), 1)
+            assert shape == (
+                max(int(needed.any(1).sum()), 1), min(-(-width // unit) * unit, prompt + completion)
+            ), "rows and columns of the forward"  # fmt: skip
+        assert (forward["labels"] != -100).sum() == needed.sum(), "tokens whose scores are computed"
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.exact.load_state_dict(self.made.model.state_dict())

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import Seen, forwards, generation_batch, gradients, rows_of, with_sets
+from batches import forwards, generation_batch, gradients, rows_of, with_sets
 from test_trl_micro_batches import trained
 from tiny_trl import GROUP, PlainTrainer, generated, model, none_for_even_prompts, trainer
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 from traffic import counted
 
 from d3s_kernels import select_tokens
@@ -87,10 +88,6 @@ def watched(made: Any, name: str, calls: list[tuple[str, int]]) -> None:
     setattr(made, name, counting)
 
 
-def weights_of(made: Any) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
-
-
 def refilled(folder: str) -> None:
     made = trainer(
         refill=2, rollouts=GROUP, tokens=1.0, reward_funcs=none_for_even_prompts, ddp_backend="gloo",
@@ -100,7 +97,7 @@ def refilled(folder: str) -> None:
     found = {"batch": generated(made, PROMPTS[here]), "prompts": list(made._logs["prompt"])}
     found["logged"] = {name: list(value) for name, value in made._metrics["train"].items()}
     made.train()
-    torch.save(found | {"weights": weights_of(made)}, Path(folder) / f"{here}.pt")
+    torch.save(found | {"weights": parameters_to_vector(made.model.parameters())}, Path(folder) / f"{here}.pt")
 
 
 def nothing_dropped(loss: str) -> dict[str, Any]:
@@ -130,16 +127,11 @@ def selected(folder: str, options: str) -> None:
         select_tokens(*one, 1.0, drop_zeros=made.args.drop_zeros, process_group=torch.distributed.group.WORLD)
     torch.save(found | {"sent": sent}, Path(folder) / f"{here}.pt")
     made._metrics["train"].clear()
-    seen = Seen(made)
     made.train()  # whole steps, with generation; DDP averages the gradients
-    sampled = {}
-    if made.args.sampling_mask:
-        del seen.batches[1:]  # in the first update the policy is the sampler's
-        sampled = {name: seen.tokens(name) for name in ("sampling_per_token_logps", "logprob", "log_mass", "over_all")}
     rows = [row for row in made.state.log_history if "d3s/tokens_kept" in row]
-    found = {"logged": [(row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in rows], "sampled": sampled}
+    found = {"logged": [(row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in rows]}
     found |= nothing_dropped(made.loss_type)
-    torch.save(found | {"weights": weights_of(made)}, Path(folder) / f"trained-{here}.pt")
+    torch.save(found | {"weights": parameters_to_vector(made.model.parameters())}, Path(folder) / f"trained-{here}.pt")
 
 
 if __name__ == "__main__":
