@@ -106,7 +106,8 @@ SHARED_OUT = {
 # Files whose tests share the set-up of a parameter.
 BY_PARAMETER = {"trainers/test_trl_processes.py"}
 # Files that share a set-up that is slow to start: Ray, and the imports of TRL.
-TOGETHER = {f"verl/test_verl_{name}.py": "Ray" for name in ("async", "entropy", "sampling_masks", "trainer")}
+_OF_RAY = ("async", "entropy", "prefixes", "sampling_masks", "trainer", "trust")
+TOGETHER = {f"verl/test_verl_{name}.py": "Ray" for name in _OF_RAY}
 TOGETHER |= {"test_savings.py": "trainers/test_trl_update.py"}
 
 
