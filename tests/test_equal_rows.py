@@ -203,3 +203,12 @@ def test_other_rules_and_scopes_are_refused() -> None:
             select_rollouts(torch.randn(2, 4), 1, equal_rows=True, **options)
     with pytest.raises(TypeError, match=r"^equal_rows: got 1; takes True or False"):
         select_rollouts(torch.randn(2, 4), 1, equal_rows=1)
+
+
+def with_an_empty_rank(ranks: Ranks) -> int:
+    advantages = torch.randn(3 * int(ranks.rank > 0), 8)
+    return int(select_rollouts(advantages, 4, process_group=ranks.group, equal_rows=True).sum())
+
+
+def test_beside_a_rank_that_has_nothing_nobody_keeps_any() -> None:
+    assert world(3).run(with_an_empty_rank) == [0, 0, 0]

@@ -351,6 +351,7 @@ REFUSED: tuple[tuple[tuple[torch.dtype | None, ...], dict[str, Any], str], ...] 
     ((HALF, OTHER, None), {}, f"weight: got dtype torch.float16; {OF_HIDDEN}"),
     ((HALF, HALF, OTHER), {}, f"bias: got dtype torch.float16; {OF_HIDDEN}"),
     ((torch.float64, WIDE, None), {}, f"hidden: got dtype torch.float64; {ANY}"),
+    ((torch.float64, torch.float64, None), {}, f"hidden: got dtype torch.float64; {ANY}"),
     ((HALF, torch.float64, None), {}, f"weight: got dtype torch.float64; {ANY}"),
     ((WIDE, WIDE, torch.float64), {}, f"bias: got dtype torch.float64; {ANY}"),
     ((HALF, WIDE, None), {"logits_dtype": HALF}, "logits_dtype: got torch.bfloat16; takes torch.float32 or the dtype"),

@@ -23,7 +23,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from d3s_kernels import SamplingMask, logprob_entropy, reference
+from d3s_kernels import SamplingMask, logprob_entropy, reference, select_tokens_from_logits
 from d3s_kernels._dispatch import backends
 
 Results = tuple[Tensor, ...]
@@ -142,6 +142,16 @@ def test_a_row_has_the_same_bits_with_any_number_of_threads() -> None:
     for count in (2, 3):
         with threads(count):
             assert_same(with_gradient(logits, labels, sampling_mask=mask), expected)
+
+
+def test_single_tokens_count_and_score_nothing() -> None:
+    mask, _ = random_spans([1, 6, 1, 9, 1, 1], 50)
+    logits, advantages = torch.randn(6, 50), torch.tensor(1.0)
+    found = select_tokens_from_logits(logits.unsqueeze(0), advantages, 0.5, sampling_mask=mask, max_dense_rows=0)
+    assert found.count == 3  # half of six, so that one of them scores 0
+    assert found.mask.tolist() == [[True, True, False, True, False, False]]
+    without = select_tokens_from_logits(logits.unsqueeze(0), advantages, 0.5, sampling_mask=mask, drop_zeros=True)
+    assert without.mask.tolist() == [[False, True, False, True, False, False]]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("espo_quantiles", [i / 20 for i in range(1, 17)], RISING),
     *(("espo_alpha", value, "a number above 0") for value in (0.0, math.inf)),
     ("espo_denominator", "new", "'self' or 'old'"),
+    ("loss_type", "reinforce", "'bnpo' or "),
     ("importance_sampling_level", "group", "'token' or 'sequence' or 'entropy_group'"),
     ("top_entropy_quantile", 0.0, "a number above 0"),
 ]
