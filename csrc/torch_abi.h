@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -437,7 +438,11 @@ struct Boxed<kernel> {
   }
 };
 
-inline std::string name_in(const std::string& schema) { return schema.substr(0, schema.find('(')); }
+// Returns the name of the op. It is not inlined, so that a library contains its schemas as whole texts: a test of the
+// CUDA library, which loads only where torch has CUDA, looks for them.
+[[gnu::noinline]] inline std::string name_in(const char* schema) {
+  return std::string(schema, std::strchr(schema, '('));
+}
 
 inline std::string without_results(const std::string& schema) { return schema.substr(0, schema.find("->")) + "-> ()"; }
 
