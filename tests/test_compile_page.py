@@ -41,4 +41,5 @@ def test_the_snippets_of_a_section_run(section: str, tmp_path: Path, monkeypatch
     for result in names.get("loss"), names.get("logprob"):
         if result is not None:
             assert result.isfinite().all()
-            assert torch.autograd.grad(result.sum(), names["hidden"])[0].any()
+            # It may be 0: the few tokens that are kept may all have a clipped ratio.
+            assert torch.autograd.grad(result.sum(), names["hidden"])[0].isfinite().all()
