@@ -1,14 +1,15 @@
-"""The snippets of docs/compile.md run, one after the other. What they do is compared with eager mode in
-tests/test_compiled_losses.py, test_checkpoint.py, test_modes.py and test_export.py.
+"""The snippets of docs/compile.md run, one after the other. What those after the loss do is compared with eager mode in
+tests/test_checkpoint.py, test_modes.py and test_export.py.
 """
 
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import random_labels, random_logits
+from helpers import random_labels, random_logits, slow
 
 import d3s_kernels as d3s
 
@@ -20,10 +21,10 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_the_snippets_of_a_section_run(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    names = {
+@pytest.fixture
+def names(tmp_path: Path) -> dict[str, Any]:
+    """The names that the page uses."""
+    return {
         "torch": torch,
         "d3s": d3s,
         "hidden": torch.randn(16, 9, 32, requires_grad=True),
@@ -36,10 +37,30 @@ def test_the_snippets_of_a_section_run(section: str, tmp_path: Path, monkeypatch
         "progress": 0.0,
         "path": tmp_path / "scores.pt2",
     }
+
+
+def run(section: str, names: dict[str, Any]) -> None:
     for block in SECTIONS[section]:
         exec(compile(block, f"docs/compile.md, {section}", "exec"), names)
-    for result in names.get("loss"), names.get("logprob"):
-        if result is not None:
-            assert result.isfinite().all()
-            # It may be 0: the few tokens that are kept may all have a clipped ratio.
-            assert torch.autograd.grad(result.sum(), names["hidden"])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor", shows="that Inductor's code is right, too")])
+def test_the_loss_has_the_gradient_of_eager_mode(
+    names: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    gradients = []
+    for stance in ("default", "force_eager"):
+        with torch.compiler.set_stance(stance):
+            run("torch.compile", names)
+        gradients.append(torch.autograd.grad(names["loss"], (names["hidden"], names["weight"])))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("section", sorted(SECTIONS.keys() - {"torch.compile"}))
+def test_the_snippets_of_a_section_run(section: str, names: dict[str, Any]) -> None:
+    run(section, names)
+    if "logprob" in names:
+        assert names["logprob"].isfinite().all()
+        assert torch.autograd.grad(names["logprob"].sum(), names["hidden"])[0].any()
