@@ -6,7 +6,7 @@ from ._dispatch.faults import synchronize_checks
 from ._lm_head.from_model import lm_head
 from ._lm_head.own_logits import UnsupportedHead
 from .check.compare import Comparison, Difference, compare
-from .logprobs import entropy, linear_logprob_entropy, logprob_entropy
+from .logprobs.logprob_entropy import entropy, linear_logprob_entropy, logprob_entropy
 from .off_policy.importance_ratio import adaptive_clip, entropy_groups, importance_ratio
 from .off_policy.trusted_tokens import TrustedTokens, trusted_tokens
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts

@@ -5,7 +5,8 @@
 The pages are written for a code host, where a link may lead to any file of the repository. In the copies made here, a
 link leads to a page of the site if its target is on the site, and otherwise to the file at the project's address. Every
 page that another page links to is on the site. The navigation is read from the tables of docs/index.md. Where a page
-of the API says ``.. functions:: d3s_kernels.logprobs``, the copy describes each public function of this module.
+of the API says ``.. functions:: d3s_kernels.logprobs.logprob_entropy``, the copy describes each public
+function of this module.
 """
 
 from __future__ import annotations

@@ -14,58 +14,10 @@
 //   … in half precision        narrow_gradients  as above                                -> front half of logits
 //
 // For a tile, the kernels read and write `states` instead of writing outputs and keys.
-#include "softmax_rows.h"
+#include "row_slices.h"
 
 namespace d3s {
 namespace {
-
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / kWarp;
-// Three blocks have 1,536 threads, and each thread has 64 bytes in flight. This is three times as much as is needed to
-// hide the memory latency. The code for misaligned rows takes more registers, so only two of its blocks fit.
-template <bool kAligned>
-constexpr int kBlocksPerSm = kAligned ? 3 : 2;
-constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
-constexpr int kSlice = 32768;  // elements; Tiles in d3s_kernels/_lm_head/products.py cuts at multiples of kSlice
-
-template <class T>
-constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // elements that a block loads at a time
-
-D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(columns, kSlice)); }
-
-// Returns the state of the warp's share of a slice, merged over the lanes.
-template <class T, bool kAligned>
-__device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-  constexpr int kShare = kStride<T> / kWarps;    // 2 KB of neighbouring elements
-  constexpr int kApart = kWarp * kPerVector<T>;  // from one vector of a lane to the lane's next vector
-  constexpr int kReach =
-      kApart * (kInFlight - 1) + kPerVector<T>;  // the length of the range that contains a lane's vectors
-  // `own` is the index of the lane's first element, which is `ahead` elements after the warp's first element. `end` is
-  // moved by `ahead` too, so that all lanes of a warp leave the loop in the same iteration.
-  const int ahead = lane * kPerVector<T>;
-  const int end = min((slice + 1) * kSlice, columns) + ahead;
-  const float scale = kLog2E / temperature;
-  LaneState state;
-  for (int own = slice * kSlice + warp * kShare + ahead; own < end; own += kStride<T>) {
-    uint4 vectors[kInFlight];
-    if (reader.inside(own, kReach)) {
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.whole(own + i * kApart);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.edge(own + i * kApart);
-    }
-    state.template add<T>(vectors, scale);
-  }
-  return warp_merge(state.state(scale), 1.f / temperature);
-}
-
-// Merges the shares of a slice's warps.
-__device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperature) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
-}
 
 // Writes a row's result; for a tile, writes the row's state. Only one thread calls this.
 template <class T>
@@ -146,36 +98,8 @@ __global__ void merge_slices(const __grid_constant__ LogitsRows rows, const Soft
   finish_row<T>(rows, row, state, sink);
 }
 
-// Returns whether every row begins at a multiple of 16 bytes.
-template <class T>
-bool is_aligned(const void* values, const RowLayout& layout) {
-  if (misalignment(values) != 0) return false;
-  for (int d = 0; d < layout.dims; ++d)
-    if (layout.strides[d] % kPerVector<T> != 0) return false;
-  return true;
-}
-
-// Calls body(Tag<T>, aligned), where `aligned` is a compile-time constant.
-template <class Body>
-void dispatch_rows(const LogitsRows& rows, const Body& body) {
-  dispatch_float(rows.type, [&](auto tag) {
-    if (is_aligned<typename decltype(tag)::type>(rows.logits, rows.layout))
-      body(tag, std::true_type());
-    else
-      body(tag, std::false_type());
-  });
-}
-
 // The maximum number of slices whose shares fit in the default amount of shared memory; enough for 8 million ids.
 constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
-
-constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // indices in a row, and past the row's end, are ints
-
-void require_columns(int64_t columns) {
-  if (columns > kMostColumns)
-    throw std::invalid_argument("logits: got rows of " + std::to_string(columns) +
-                                " tokens; takes fewer than 2^31 on a GPU");
-}
 
 void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   require_columns(rows.layout.columns);

@@ -26,7 +26,7 @@ from verl_losses import actor_config
 from verl_world import make_trainer
 
 from d3s_kernels.integrations.verl import head
-from d3s_kernels.logprobs import linear_logprob_entropy
+from d3s_kernels.logprobs.logprob_entropy import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
 

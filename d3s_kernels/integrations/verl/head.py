@@ -26,7 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ..._lm_head.from_model import read_head
 from ..._lm_head.own_logits import UnsupportedHead, UntriedHead, verified_head
-from ...logprobs import linear_logprob_entropy
+from ...logprobs.logprob_entropy import linear_logprob_entropy
 from ...support.sampling_mask import SamplingMask
 from .._head_options import LogitsDtype, dtype_of_logits
 from .checks import head_options

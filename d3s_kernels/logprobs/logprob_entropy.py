@@ -1,17 +1,15 @@
-"""Log-probability and entropy of the next token, from logits or straight from the LM head. Imports ``_arguments``,
-``_dispatch``, ``_lm_head`` and ``support``.
-"""
+"""Log-probability and entropy of the next token, from logits or straight from the LM head."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._arguments.checks import checked_mask, require_no_tangent, require_tensors, temperature_argument
-from ._dispatch.over_supports import row_statistics
-from ._lm_head import op
-from ._lm_head.problem import checked_problem
-from .support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions, supports_of
+from .._arguments.checks import checked_mask, require_no_tangent, require_tensors, temperature_argument
+from .._dispatch.over_supports import row_statistics
+from .._lm_head import op
+from .._lm_head.problem import checked_problem
+from ..support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions, supports_of
 
 
 def entropy(
