@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from traffic import asked
 
 import d3s_kernels as d3s
-from d3s_kernels import reference
+from d3s_kernels import distributed, reference
 from d3s_kernels.check.compare import compare_here
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy as shared_head
 from d3s_kernels.distributed import vocab_parallel_logprob_entropy as shared_logits
-from d3s_kernels.distributed.logprobs import _shards_of_first_calls
+from d3s_kernels.distributed.vocabulary import _shards_of_first_calls
 
 sizes = pytest.mark.parametrize("size", SIZES)
 CPU = torch.device("cpu")
@@ -73,18 +73,19 @@ class Summed(torch.autograd.Function):
         return context.ranks.add_(gradient.float().clone()).to(gradient.dtype), None
 
 
-def shard_of(ranks: Ranks, first: int, last: int, copied: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def shard_of(name: str, ranks: Ranks, first: int, last: int, copied: bool) -> Callable[..., tuple[Tensor, ...]]:
     """The function of one process, computed by all ranks. This one has the tokens from ``first`` to ``last``."""
+    function = getattr(distributed, f"vocab_parallel_{name}")
 
-    def call(labels: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    def call(**given: Any) -> tuple[Tensor, ...]:
         if "logits" in given:
             whole = Summed.apply(given.pop("logits"), ranks)[..., first:last]  # strided and misaligned
-            results = shared_logits(whole.clone() if copied else whole, labels, first, ranks.group, **given)
+            given["logits_shard"] = whole.clone() if copied else whole
         else:
             names = [name for name in ("weight", "bias") if given.get(name) is not None]
             given |= {name: Summed.apply(given[name], ranks)[first:last] for name in names}
-            own = given.pop("hidden"), given.pop("weight"), labels, first, ranks.group
-            results = shared_head(*own, **given)
+            given["weight_shard"] = given.pop("weight")
+        results = function(**given, vocab_start=first, process_group=ranks.group)
         assert_alike(ranks, *results)
         return results
 
@@ -97,7 +98,7 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
         given = FUNCTIONS[name].draw(draw)
         vocabulary = given["logits"].shape[-1] if "logits" in given else len(given["weight"])
         edges = [0, *accumulate(draw.parts(vocabulary, ranks.size))]
-        sharded = shard_of(ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())
+        sharded = shard_of(name, ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())
         try:
             found = compare_here(FUNCTIONS[name], sharded, given, CPU, "cpu")
         except Exception as error:
@@ -107,7 +108,9 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
 
 
 @sizes
-@pytest.mark.parametrize("name", ["logprob_entropy", "linear_logprob_entropy"])
+@pytest.mark.parametrize(
+    "name", ["logprob_entropy", "linear_logprob_entropy", "token_logprobs", "linear_token_logprobs"]
+)
 def test_shards_give_what_one_process_gives(name: str, size: int) -> None:
     world(size).run(as_one_process, name, torch.randint(2**31, (SEEDS,)).tolist())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._arguments.bundles import NO_SUPPORTS, NumberOrTensor
 from .._dispatch.registration import new_row_statistics
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, without_autocast
+from .products import Head, tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -204,15 +204,9 @@ def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
         rows, targets = picked.gather(rows), picked.gather(targets)
     temperature = problem.flat_temperature if picked is None else picked.temperature(problem)
 
-    head = Head.of(problem)
-    tiles = Tiles.cut(rows, head, problem.workspace_bytes)
     state = no_logits(len(rows), rows)
-    for r in tiles.row_slices():
-        for t in tiles.token_slices():
-            logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.softmax_state_.default(
-                state[r], logits, targets[r], problem.shard.token(t.start), *temperature.map_rows(itemgetter(r))
-            )
+    for r, first, logits in tiles_of_logits(problem, rows):
+        _op.softmax_state_.default(state[r], logits, targets[r], first, *temperature.map_rows(itemgetter(r)))
     outputs = finished(problem.shard, state, targets, None, temperature)
     if picked is not None:
         outputs = picked.scatter(outputs, count)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._arguments.bundles import NO_GROUP, ONE, NumberOrTensor, ShardArguments, of_schema
-from .._arguments.checks import is_known
+from .._arguments.checks import is_known, require_readable, require_tensors
 from .._dispatch import ops
 from .._dispatch.faults import look
 from .._dispatch.libraries import argument_names, named
@@ -33,11 +33,28 @@ from .backward import AtTokens, Incoming, Wanted, of_active_rows
 from .forward import Picked, no_logits
 from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, without_autocast
+from .products import tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
 _IN_NO_TILE = 2**31 - 1  # the label of rows of a tail, so that no term of a label is added to the tail's gradient
+
+
+class TokenLogprobs(NamedTuple):
+    """The results of :func:`token_logprobs` and :func:`linear_token_logprobs`, float32, in nats. All of them are
+    differentiable.
+    """
+
+    logprobs: Tensor
+    """``[..., K]``: the log-probability of each given id; ``-inf`` where ``token_ids`` is -1."""
+    tail_logprob: Tensor
+    """``[...]``: the logarithm of the total probability of all ids that are not given in the row. It is computed from
+    these ids, and not as 1 minus the sum of the others, so it is accurate even if the given ids have nearly all of the
+    probability. It is ``-inf`` if the row's other ids have no probability."""
+    logprob: Tensor
+    """``[...]``: the log-probability of the label; 0 without a label."""
+    entropy: Tensor
+    """``[...]``: the entropy of the row over the whole vocabulary."""
 
 
 class Results(NamedTuple):
@@ -197,7 +214,18 @@ register_gradient("token_logprobs", Gradient("token_logprobs", "token_logprobs_b
 register_no_second_derivative("token_logprobs_backward")
 refuse_unreadable("token_logprobs")
 
-token_logprobs = ops.function_of("token_logprobs")
+_of_logits_and_ids = ops.function_of("token_logprobs")
+
+
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    labels: Tensor,
+    shard: Shard,
+    temperature: tuple[float, Tensor | None],
+    mask: Tensor | None,
+) -> TokenLogprobs:
+    return TokenLogprobs(*_of_logits_and_ids(logits, token_ids, labels, *shard.arguments, *temperature, mask)[:4])
 
 
 # ---- of the LM head -------------------------------------------------------------------------------------------------
@@ -205,7 +233,7 @@ token_logprobs = ops.function_of("token_logprobs")
 
 @without_autocast
 def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
-    count, mask, head, shape = problem.rows, problem.mask, Head.of(problem), problem.labels.shape
+    count, mask, shape = problem.rows, problem.mask, problem.labels.shape
     outputs: tuple[Tensor, ...]
     if mask is None and problem.max_rows is not None and count > problem.max_rows:
         return tuple(fake.fill_(torch.nan) for fake in _fake_results(problem.hidden, token_ids))
@@ -215,14 +243,11 @@ def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
     if picked is not None:
         rows, targets, ids = picked.gather(rows), picked.gather(targets), picked.gather(ids)
         temperature = picked.temperature(problem)
-    tiles, taken = Tiles.cut(rows, head, problem.workspace_bytes), Taken.nothing(ids, rows)
-    for r in tiles.row_slices():
-        for t in tiles.token_slices():
-            logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.token_softmax_state_.default(
-                taken.state[r], taken.logits[r], logits, targets[r], ids[r], problem.shard.token(t.start),
-                *temperature.map_rows(itemgetter(r)),
-            )  # fmt: skip
+    taken = Taken.nothing(ids, rows)
+    for r, first, logits in tiles_of_logits(problem, rows):
+        _op.token_softmax_state_.default(
+            taken.state[r], taken.logits[r], logits, targets[r], ids[r], first, *temperature.map_rows(itemgetter(r))
+        )
     outputs = taken.finished(problem.shard, ids, targets, None, temperature)
     if picked is not None:
         outputs = picked.scatter(outputs, count)
@@ -315,6 +340,25 @@ _head = HeadWithGradient("linear_token_logprobs", _gradient, _run_backward)
 
 def linear_token_logprobs(
     problem: HeadProblem, token_ids: Tensor, at_backward: AtBackward | None = None
-) -> tuple[Tensor, ...]:
-    """Returns the four public results. ``at_backward`` is as for ``linear_logprob_entropy``."""
-    return _head(at_backward, (token_ids, *head_arguments(problem), *problem.shard.arguments))[:4]
+) -> TokenLogprobs:
+    """``at_backward`` is as for ``linear_logprob_entropy``."""
+    arguments = token_ids, *head_arguments(problem), *problem.shard.arguments
+    return TokenLogprobs(*_head(at_backward, arguments)[:4])
+
+
+# ---- arguments of public functions ----------------------------------------------------------------------------------
+
+
+def with_labels(labels: Tensor | None, token_ids: Tensor) -> Tensor:
+    return token_ids.new_full(token_ids.shape[:-1], -100) if labels is None else labels
+
+
+def require_ids_of_rows(token_ids: Tensor, name: str, values: Tensor) -> None:
+    """Requires ids for each row of ``values``, which is the argument ``name``."""
+    require_readable(**{name: values, "token_ids": token_ids})
+    require_tensors(**{name: values, "token_ids": token_ids})
+    if token_ids.dim() != values.dim() or token_ids.shape[:-1] != values.shape[:-1]:
+        rows = [*values.shape[:-1], "K"]
+        raise ValueError(f"token_ids: got shape {list(token_ids.shape)}; takes K ids for each row, {rows}")
+    if token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_ids: got dtype {token_ids.dtype}; takes int32 or int64")
