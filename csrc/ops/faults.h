@@ -16,6 +16,7 @@ enum class PublicOp {
   kEntropy,
   kLogprobEntropy,
   kLinearLogprobEntropy,
+  kTopkLogprobs,
   kTopkMask,
   kSelectTokens,
   kSelectTokensFromLogits,

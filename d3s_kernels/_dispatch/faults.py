@@ -36,6 +36,7 @@ PUBLIC_OPS = (  # in the order of PublicOp in csrc/ops/faults.h
     "entropy",
     "logprob_entropy",
     "linear_logprob_entropy",
+    "topk_logprobs",
     "topk_mask",
     "select_tokens",
     "select_tokens_from_logits",
