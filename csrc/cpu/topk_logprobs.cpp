@@ -10,16 +10,13 @@
 #include <functional>
 #include <vector>
 
-#include "../torch_abi.h"
-#include "softmax_rows.h"
+#include "row_slices.h"
 #include "topk_loops.h"
 
 namespace d3s {
 namespace {
 
 static_assert(kSlice <= 65536, "places in a slice are 16-bit");
-
-constexpr int64_t kGrain = 32768;  // the minimum number of logits for a thread, as in logprob_entropy.cpp
 
 // One slice of a row.
 template <class T>
@@ -243,12 +240,9 @@ void merge_few_rows(const Work<T>& work) {
 }  // namespace
 
 void merge_topk_tile(const LogitsRows& rows, RowState* states, const BestEntries& best, Device&) {
-  std::vector<int64_t> live;
-  live.reserve(rows.layout.count);
-  for (int64_t row = 0; row < rows.layout.count; ++row)
-    if (!rows.masked_out(row)) live.push_back(row);
-  const int64_t slices = (rows.layout.columns + kSlice - 1) / kSlice;
-  const bool few = slices > 1 && static_cast<int64_t>(live.size()) < 8 * static_cast<int64_t>(torch::stable::get_num_threads());
+  const std::vector<int64_t> live = unmasked(rows);
+  const int64_t slices = (rows.layout.columns + kSlice - 1) / kSlice, threads = torch::stable::get_num_threads();
+  const bool few = slices > 1 && static_cast<int64_t>(live.size()) < 8 * threads;
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Work<T> work{rows, states, best, live, slices};
