@@ -202,7 +202,9 @@ def token_logprobs(
     of_tail = torch.logsumexp(tail.masked_fill(empty, 0), -1).masked_fill(empty.squeeze(-1), -math.inf)
     of_tail = of_tail + 0 * row_entropy.detach()  # NaN in a row of NaN, even if all of its ids are given
     of_ids = log_p.gather(-1, ids).masked_fill(none, -math.inf)
-    return TokenLogprobs(of_ids.masked_fill(~mask.unsqueeze(-1), 0), of_tail.masked_fill(~mask, 0), logprob, row_entropy)
+    return TokenLogprobs(
+        of_ids.masked_fill(~mask.unsqueeze(-1), 0), of_tail.masked_fill(~mask, 0), logprob, row_entropy
+    )
 
 
 def linear_token_logprobs(

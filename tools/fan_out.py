@@ -17,7 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STRING = r'"(?:[^"\\]|\\.)*"'
 IN_CPP = re.compile(rf"D3S_REGISTER\((?:\s*{STRING})+")
-IN_PYTHON = ("d3s_kernels/_dispatch/over_supports.py", "d3s_kernels/_lm_head/op.py")  # the other schemas
+IN_PYTHON = [  # the other schemas
+    f"d3s_kernels/{name}.py" for name in ("_dispatch/over_supports", "_lm_head/op", "_lm_head/token_logprobs")
+]
 # Names that other code uses for other things, so that counting them says nothing.
 COMMON = {
     "alpha", "bits", "eps", "high", "k", "keep", "level", "low", "ratio", "scale", "shift", "temperature", "wanted",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SUPPORTS, ONE, NumberOrTensor, OptionalSupports
+from .._arguments.bundles import NO_GROUP, NO_SUPPORTS, ONE, NumberOrTensor, OptionalSupports, ShardArguments
 from .._arguments.checks import (
     checked_mask,
     is_known,
@@ -53,8 +53,9 @@ class Shard(NamedTuple):
         return cls(first_token, ranks_named(group_name))
 
     @property
-    def group_name(self) -> str | None:
-        return None if self.ranks is None else self.ranks.group.group_name
+    def arguments(self) -> ShardArguments:
+        """The arguments of an op for this shard. :meth:`of` is the inverse."""
+        return NO_GROUP if self.ranks is None else ShardArguments(self.first_token, self.ranks.group.group_name)
 
     @property
     def tile_start(self) -> int | None:

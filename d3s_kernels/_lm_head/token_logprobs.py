@@ -8,13 +8,15 @@ given ids are then written over it.
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import ONE, NumberOrTensor, of_schema
+from .._arguments.bundles import NO_GROUP, ONE, NumberOrTensor, ShardArguments, of_schema
 from .._arguments.checks import is_known
 from .._dispatch import ops
 from .._dispatch.faults import look
@@ -29,7 +31,7 @@ from .._dispatch.registration import (
 )
 from .backward import AtTokens, Incoming, Wanted, of_active_rows
 from .forward import Picked, no_logits
-from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, problem_of
+from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
 from .products import Head, Tiles, without_autocast
 
@@ -79,8 +81,8 @@ class Taken(NamedTuple):
         """Computes the results of rows, as in ``forward.finished``. Ranks exchange states and logits at once."""
         state, logits = self
         if shard.ranks is not None:
-            state, logits = shard.everyones(torch.cat([state, logits], 1)).split([4, logits.shape[1]], -1)
-            state, logits = state.contiguous(), logits.contiguous()
+            both = shard.everyones(torch.cat([state, logits], 1))
+            state, logits = both[..., :4].contiguous(), both[..., 4:].contiguous()
         results = Results(*_op.token_logprobs_finish.default(state, logits, token_ids, *temperature))
         results.logprob.masked_fill_(labels == -100, 0.0)
         if mask is not None:
@@ -100,8 +102,16 @@ def _at_tokens(
     """Returns the incoming gradients with which the gradient of the tail is computed, and the gradients at the ids. All
     arguments have one entry for each row.
     """
-    *tail, values = _op.token_logprobs_gradient.default(*grads, token_ids, labels, *results[:4], *temperature, mask)
-    return Incoming(*tail, results.tail_max, results.tail_log_sum), AtTokens(token_ids, labels, values)
+    of_logprob, of_entropy, entropy, values = _op.token_logprobs_gradient.default(
+        *grads, token_ids, labels, *results[:4], *temperature, mask
+    )
+    incoming = Incoming(of_logprob, of_entropy, entropy, results.tail_max, results.tail_log_sum)
+    return incoming, AtTokens(token_ids, labels, values)
+
+
+def _flat(values: Tensor | None, rows: tuple[int, ...]) -> Any:
+    """Returns values of rows in one dimension for the rows; their own dimensions stay."""
+    return None if values is None else values.reshape(math.prod(rows), *values.shape[len(rows) :])
 
 
 # ---- of logits ------------------------------------------------------------------------------------------------------
@@ -111,17 +121,15 @@ def _of_logits(
     logits: Tensor,
     token_ids: Tensor,
     labels: Tensor,
-    first_token: int = 0,
-    group_name: str | None = None,
+    of_shard: ShardArguments = NO_GROUP,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    shard, shape, ids = Shard.of(first_token, group_name), labels.shape, token_ids.flatten(0, -2)
+    shard, shape, ids = Shard.of(*of_shard), labels.shape, _flat(token_ids, labels.shape)
     taken = Taken.nothing(ids, logits)
     _op.token_softmax_state_.default(*taken, logits, labels, ids, shard.tile_start, *temperature, mask)
     temperature = temperature.map_rows(lambda each: each.reshape(-1))
-    flat_mask = None if mask is None else mask.reshape(-1)
-    logprobs, *of_rows = taken.finished(shard, ids, labels.reshape(-1), flat_mask, temperature)
+    logprobs, *of_rows = taken.finished(shard, ids, _flat(labels, shape), _flat(mask, shape), temperature)
     return logprobs.view(token_ids.shape), *(result.view(shape) for result in of_rows)
 
 
@@ -139,16 +147,13 @@ def _gradient_of_logits(
     entropy: Tensor,
     tail_max: Tensor,
     tail_log_sum: Tensor,
-    first_token: int = 0,
-    group_name: str | None = None,
+    of_shard: ShardArguments = NO_GROUP,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> Tensor:
-    rows, ids, shape = labels.numel(), token_ids.flatten(0, -2), labels.shape
-
-    def flat(values: Tensor | None) -> Any:
-        return None if values is None else values.reshape(rows, *values.shape[len(shape) :])
-
+    shape, first = labels.shape, of_shard[0]
+    flat = partial(_flat, rows=shape)
+    ids = flat(token_ids)
     grads = Grads(*map(flat, (grad_logprobs, grad_tail_logprob, grad_logprob, grad_entropy)))
     results = Results(*map(flat, (logprobs, tail_logprob, logprob, entropy, tail_max, tail_log_sum)))
     of_rows = temperature.map_rows(lambda each: each.reshape(-1))
@@ -156,9 +161,9 @@ def _gradient_of_logits(
     targets = torch.full(shape, _IN_NO_TILE, dtype=torch.int32, device=logits.device)
     grad_logprob, grad_entropy, *statistics = (values.view(shape) for values in incoming if values is not None)
     gradient: Tensor = _op.logprob_entropy_backward.default(
-        grad_logprob, grad_entropy, logits, targets, *statistics, *temperature, mask, first_token
+        grad_logprob, grad_entropy, logits, targets, *statistics, *temperature, mask, first
     )
-    _op.put_token_gradients_.default(gradient.view(rows, -1), ids, *at_tokens[1:], first_token)
+    _op.put_token_gradients_.default(gradient.view(len(ids), logits.shape[-1]), ids, *at_tokens[1:], first)
     return gradient
 
 
@@ -200,12 +205,12 @@ token_logprobs = ops.function_of("token_logprobs")
 
 @without_autocast
 def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
-    count, mask, head = problem.rows, problem.mask, Head.of(problem)
+    count, mask, head, shape = problem.rows, problem.mask, Head.of(problem), problem.labels.shape
     outputs: tuple[Tensor, ...]
     if mask is None and problem.max_rows is not None and count > problem.max_rows:
         return tuple(fake.fill_(torch.nan) for fake in _fake_results(problem.hidden, token_ids))
     picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
-    rows, targets, ids = problem.hidden.flatten(0, -2), problem.labels.reshape(count), token_ids.flatten(0, -2)
+    rows, targets, ids = (_flat(values, shape) for values in (problem.hidden, problem.labels, token_ids))
     temperature = problem.flat_temperature
     if picked is not None:
         rows, targets, ids = picked.gather(rows), picked.gather(targets), picked.gather(ids)
@@ -222,18 +227,14 @@ def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
     if picked is not None:
         outputs = picked.scatter(outputs, count)
     logprobs, *of_rows = outputs
-    return logprobs.view(token_ids.shape), *(output.view(problem.labels.shape) for output in of_rows)
+    return logprobs.view(token_ids.shape), *(output.view(shape) for output in of_rows)
 
 
 @without_autocast
 def _backward(
     problem: HeadProblem, token_ids: Tensor, grads: Grads, results: Results, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count = problem.rows
-
-    def flat(values: Tensor | None) -> Any:
-        return None if values is None else values.reshape(count, *values.shape[problem.labels.dim() :])
-
+    flat = partial(_flat, rows=problem.labels.shape)
     incoming, tokens = _at_tokens(
         Grads(*map(flat, grads)), flat(token_ids), flat(problem.labels), Results(*map(flat, results)),
         problem.flat_temperature, flat(problem.mask),
@@ -316,9 +317,4 @@ def linear_token_logprobs(
     problem: HeadProblem, token_ids: Tensor, at_backward: AtBackward | None = None
 ) -> tuple[Tensor, ...]:
     """Returns the four public results. ``at_backward`` is as for ``linear_logprob_entropy``."""
-    arguments = (
-        problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
-        problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,
-        problem.shard.first_token, problem.shard.group_name,
-    )  # fmt: skip
-    return _head(at_backward, (token_ids, *arguments))[:4]
+    return _head(at_backward, (token_ids, *head_arguments(problem), *problem.shard.arguments))[:4]

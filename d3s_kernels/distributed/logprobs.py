@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from .._arguments.checks import (
     checked_mask,
+    is_known,
     no_tensor,
     require_no_tangent,
     require_readable,
@@ -25,7 +27,7 @@ from .._dispatch import ops
 from .._lm_head import op
 from .._lm_head.problem import HeadProblem, Shard, checked_problem
 from ..support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions
-from .agreement import agree, asks
+from .agreement import agree, asks, require_alike
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -41,6 +43,7 @@ def vocab_parallel_logprob_entropy(
     sampling_mask: SamplingMask | None = None,
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`d3s_kernels.logprob_entropy` for logits whose vocabulary is sharded across the ranks of a group.
 
@@ -64,7 +67,8 @@ def vocab_parallel_logprob_entropy(
             must have ``Shard(-1)`` on one dimension of its mesh, and ``Replicate`` or a ``Shard`` of rows on each other
             dimension.
         labels: int64 or int32 ``[...]``, ids of the whole vocabulary, the same on all ranks; -100 means no target: the
-            logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are NaN.
+            logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are NaN;
+            with ``vocab_size``, a CPU refuses it.
         vocab_start: the id of this rank's first column; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
@@ -73,9 +77,17 @@ def vocab_parallel_logprob_entropy(
         mask: bool, or integer (0 means False) ``[...]``, the same on all ranks; rows where the mask is False are not
             read, and both of their results are 0.
         sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with ids of the whole vocabulary, and the same on all
-            ranks. Each rank reads the ids of its shard. An id in no shard is ignored; with ``D3S_KERNELS_CHECK=1`` it
-            raises an error.
+            ranks. Each rank reads the ids of its shard. An id in no shard is ignored; with ``D3S_KERNELS_CHECK=1``, and
+            on a CPU with ``vocab_size``, it raises an error.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, and the same on all ranks.
+        vocab_size: the number of ids of the whole vocabulary, with those that only pad it: the sum of all shards
+            (Megatron's ``padded_vocab_size``). The same on all ranks, or None on all. With it, shards that do not make
+            up the vocabulary are refused, and so is the whole vocabulary in place of a shard. If all ranks pass the
+            whole, and ``vocab_start`` follows its length, only this number shows it: without it, each logprob is too
+            low by the logarithm of the number of ranks. In the first call with a group and a size, the ranks gather
+            their shards, 24 bytes each, and the host waits; so do not capture the first call in a CUDA graph. Later
+            calls communicate nothing more, and take the same shard. Under ``torch.compile``, each rank checks only its
+            own shard. A DTensor has this number: it is compared with the argument.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -83,7 +95,8 @@ def vocab_parallel_logprob_entropy(
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
             process is not in, a DTensor with other placements. If only one rank raises, the other ranks wait for it
-            until the group's timeout.
+            until the group's timeout. If the first call with a ``vocab_size`` finds shards that do not make up the
+            vocabulary, all ranks raise the same error.
             With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except for errors about the group or about
             placements of DTensors. All ranks then also raise if labels, temperatures or masks differ between ranks, if
             shards overlap or leave a gap, and if a label is in no shard.
@@ -95,13 +108,13 @@ def vocab_parallel_logprob_entropy(
         >>> from d3s_kernels.distributed import vocab_parallel_logprob_entropy
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> logprob, entropy = vocab_parallel_logprob_entropy(
-        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
+        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD, vocab_size=4
         ... )
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    sharded = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group)
+    sharded = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group, vocab_size)
     logits, ranks, sampling = (
         sharded.local,
         sharded.ranks,
@@ -130,12 +143,11 @@ def vocab_parallel_logprob_entropy(
         return {
             "the rows of logits_shard": list(logits.shape[:-1]), "labels": labels, "temperature": temperature,
             "mask": checked[1][-1],  # converted to bool
-            **sampling.values(),
+            **sampling.values(), "vocab_size": vocab_size,
         }  # fmt: skip
 
     op_of_shard, arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
-    if asks():
-        _require_one_vocabulary(sharded, labels, sampling_mask)
+    sharded.require_one_vocabulary(labels, sampling_mask)
     logprob, entropy, *_ = op_of_shard(*arguments)
     return logprob, entropy
 
@@ -159,6 +171,7 @@ def vocab_parallel_linear_logprob_entropy(
     sampling_mask: SamplingMask | None = None,
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`d3s_kernels.linear_logprob_entropy` for an LM head whose vocabulary is sharded across a group's
     ranks.
@@ -185,7 +198,7 @@ def vocab_parallel_linear_logprob_entropy(
             different numbers of ids, or none. A DTensor must have ``Shard(0)`` on one dimension of its mesh, and
             ``Replicate`` on the other dimensions. Gradients are not summed over the other dimensions.
         labels: int64 or int32 ``[...]``, ids of the whole vocabulary, the same on all ranks; -100 means no target. For
-            a label in no shard, the logprob and the gradients are NaN.
+            a label in no shard, the logprob and the gradients are NaN; with ``vocab_size``, a CPU refuses it.
         vocab_start: the id of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
@@ -214,6 +227,8 @@ def vocab_parallel_linear_logprob_entropy(
             forward, and H float32 values for each row in the backward. For rows without a support, the ranks also
             exchange what they would exchange without a sampling mask.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
+        vocab_size: the number of ids of the whole vocabulary, with those that only pad it, as in
+            :func:`vocab_parallel_logprob_entropy`. With it, the whole weight in place of a shard is refused.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -230,13 +245,13 @@ def vocab_parallel_linear_logprob_entropy(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
         >>> logprob, entropy = vocab_parallel_linear_logprob_entropy(
-        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
+        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD, vocab_size=4
         ... )
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
+    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group, vocab_size)
     sampling = SamplingOptions(sampling_mask, label_outside, max_dense_rows)
     bias, into = sharded.along("bias", bias), sharded.along("weight_grad_into", weight_grad_into)
     hidden, labels, mask, temperature = sharded.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
@@ -264,37 +279,21 @@ def vocab_parallel_linear_logprob_entropy(
             "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
             "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": problem.mask,
             "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
-            **sampling.values(),
+            **sampling.values(), "vocab_size": vocab_size,
         }  # fmt: skip
 
     problem = agree(sharded.ranks, "vocab_parallel_linear_logprob_entropy", check, alike)
-    if asks():
-        _require_one_vocabulary(sharded, labels, sampling_mask)
+    sharded.require_one_vocabulary(labels, sampling_mask)
     return op.linear_logprob_entropy(problem, op.adding_to(into))
 
 
-def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
-    """Raises the same error on all ranks, unless the shards make up the whole vocabulary, and every label and every
-    id of a support lies in a shard.
-    """
-    shard = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
-    edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(shard).tolist()]
-    end = 0
-    for first, last in sorted(edge for edge in edges if edge[0] < edge[1]):
-        if first != end:
-            shards = ", ".join(f"[{a}, {b}) on rank {rank}" for rank, (a, b) in enumerate(edges))
-            raise ValueError(f"vocab_start: got tokens {shards}; takes shards that follow one another from token 0 on")
-        end = last
-    bad = labels[(labels != -100) & ((labels < 0) | (labels >= end))]
-    if len(bad):
-        raise ValueError(f"labels: got {int(bad[0])}; takes -100 (no target) or a token in [0, {end})")
-    if sampling_mask is not None:
-        ids = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
-        if len(ids) and int(ids.max()) >= end:
-            raise ValueError(f"sampling_mask: got id {int(ids.max())}; takes tokens in [0, {end})")
-
-
 # ---- a vocabulary shard, as the caller or a DTensor describes it ----------------------------------------------------
+
+
+Shards = list[tuple[int, int]]  # for each rank, the first id of its shard, and the id after the last one
+
+# The shards of the first call with each vocab_size, for each group as long as it exists.
+_shards_of_first_calls: WeakKeyDictionary[dist.ProcessGroup, dict[int, Shards]] = WeakKeyDictionary()
 
 
 class ShardedArgument:
@@ -312,8 +311,12 @@ class ShardedArgument:
         dim: int,
         vocab_start: int | None,
         process_group: dist.ProcessGroup | DeviceMesh | None,
+        vocab_size: int | None = None,
     ) -> None:
-        self._name, self._tensor = name, tensor
+        self._name, self._tensor, self._vocab_size = name, tensor, vocab_size
+        # Asked once: if a check refuses a shard while a graph is traced, torch goes on in eager mode, where this rank
+        # would gather shards while the others do not.
+        self._is_traced = torch.compiler.is_compiling()
         if not isinstance(tensor, Tensor):
             raise no_tensor(name, tensor)
         if isinstance(tensor, DTensor):
@@ -336,6 +339,9 @@ class ShardedArgument:
         """The first id of this rank's shard. A read of this property may raise an error on this rank but not on others,
         so the first read is within ``agree``.
         """
+        require_whole(vocab_size=self._vocab_size)
+        if self._vocab_size is not None and self._vocab_size < 1:
+            raise ValueError(f"vocab_size: got {self._vocab_size}; takes at least 1")
         if isinstance(self._tensor, DTensor):
             return self._first_token_of(self._tensor)
         if self._start is None:
@@ -343,13 +349,29 @@ class ShardedArgument:
         require_whole(vocab_start=self._start)
         if self._start < 0:
             raise ValueError(f"vocab_start: got {self._start}; takes at least 0")
+        if self._is_traced:
+            self._require_room(self._start)
         return self._start
+
+    def _require_room(self, first: int) -> None:
+        """Checks what a rank that traces a graph can tell alone: that its shard is within the vocabulary, and is not
+        all of it while there are other ranks.
+        """
+        tokens, size, (_, rank, ranks) = self.tokens, self._vocab_size, self.ranks
+        if size is None or tokens == 0 or (first + tokens <= size and (tokens < size or ranks == 1)):
+            return
+        raise ValueError(
+            f"{self._name}: got tokens [{first}, {first + tokens}) on rank {rank} of {ranks}; takes this rank's shard "
+            f"of the {size} tokens of vocab_size"
+        )
 
     def _first_token_of(self, tensor: DTensor) -> int:
         """Returns the first id of this rank's shard of a DTensor. The vocabulary is cut as by torch.chunk: the last
         ranks may have fewer ids, or none.
         """
         mesh, vocabulary = tensor.device_mesh, tensor.shape[self._dim]
+        if self._vocab_size is not None and self._vocab_size != vocabulary:
+            raise ValueError(f"vocab_size: got {self._vocab_size}; takes {vocabulary}, as the DTensor {self._name} has")
         rank, ranks = mesh.get_local_rank(self._mesh_dim), mesh.size(self._mesh_dim)
         step = -(-vocabulary // ranks)
         first = min(rank * step, vocabulary)
@@ -409,6 +431,81 @@ class ShardedArgument:
                 "this rank's part"
             )
         return tensor.to_local()
+
+    def require_one_vocabulary(self, labels: Tensor | None = None, sampling_mask: SamplingMask | None = None) -> None:
+        """Refuses shards that do not make up the whole vocabulary, and labels and ids of supports in no shard. Each
+        function of shards calls this after ``agree``. Without ``vocab_size`` only ``D3S_KERNELS_CHECK=1`` checks.
+        """
+        shards = None
+        if asks():
+            shards = self._gathered_shards()
+            tokens = sum(last - first for first, last in shards)
+        elif self._vocab_size is None or self._is_traced:
+            return
+        else:
+            tokens = self._vocab_size
+        if self._vocab_size is not None and not isinstance(self._tensor, DTensor):  # each rank knows a DTensor's shards
+            self._require_shards_of_first_call(self._vocab_size, shards)
+        if labels is not None and is_known(labels):
+            bad = labels[(labels != -100) & ((labels < 0) | (labels >= tokens))]
+            if len(bad):
+                raise ValueError(f"labels: got {int(bad[0])}; takes -100 (no target) or a token in [0, {tokens})")
+        if sampling_mask is not None and is_known(sampling_mask.token_ids):
+            ids = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
+            if len(ids) and int(ids.max()) >= tokens:
+                raise ValueError(f"sampling_mask: got id {int(ids.max())}; takes tokens in [0, {tokens})")
+
+    def _require_shards_of_first_call(self, vocab_size: int, shards: Shards | None) -> None:
+        """Refuses a shard that is not the shard of the first call with the same group and size. In the first call, the
+        ranks gather their shards and check them. In later calls nothing is communicated: ``shards`` is None, unless the
+        ranks have just gathered them for another reason.
+
+        All ranks must make the same choice whether to gather, since a rank that gathers alone waits for the others. So
+        the choice depends on the group and the size. It must not depend on the shard, which could be known on one rank
+        and new on another.
+        """
+        of_group = _shards_of_first_calls.setdefault(self.ranks.group, {})
+        known = of_group.get(vocab_size)
+        if known is None:
+            of_group[vocab_size] = self._gathered_shards() if shards is None else shards
+            return
+        own = self.ranks.rank
+        now = [*known[:own], self._shard, *known[own + 1 :]] if shards is None else shards
+        for rank, ((first, last), (was_first, was_last)) in enumerate(zip(now, known, strict=True)):
+            both_empty = first == last and was_first == was_last
+            if (first, last) != (was_first, was_last) and not both_empty:
+                name = "vocab_start" if last - first == was_last - was_first else self._name
+                raise ValueError(
+                    f"{name}: got tokens [{first}, {last}) on rank {rank}; takes [{was_first}, {was_last}), as in the "
+                    f"first call with this process group and vocab_size={vocab_size}"
+                )
+
+    def _gathered_shards(self) -> Shards:
+        """Gathers the shards of all ranks. Raises the same error on all ranks unless they make up the vocabulary."""
+        first, last = self._shard
+        size = self._vocab_size
+        everyones = self.ranks.gather_whole_numbers(first, last, -1 if size is None else size)
+        require_alike([{"vocab_size": each} for _, _, each in everyones])
+        shards = [(first, last) for first, last, _ in everyones]
+        got = ", ".join(f"[{first}, {last}) on rank {rank}" for rank, (first, last) in enumerate(shards))
+        end, follow = 0, True
+        for first, last in sorted(shard for shard in shards if shard[0] < shard[1]):
+            follow &= first == end
+            end = last
+        if size is not None and not (follow and end == size) and any(last - first == size for first, last in shards):
+            raise ValueError(
+                f"{self._name}: got tokens {got}; takes this rank's shard of the {size} tokens of vocab_size, not all"
+            )
+        if not follow:
+            raise ValueError(f"vocab_start: got tokens {got}; takes shards that follow one another from token 0 on")
+        if size is not None and end != size:
+            raise ValueError(f"vocab_size: got {size} with tokens {got}; takes the sum of all shards, {end}")
+        return shards
+
+    @property
+    def _shard(self) -> tuple[int, int]:
+        """The first id of this rank's shard, and the id after its last one."""
+        return self.first_token, self.first_token + self.tokens
 
 
 def _cuts(placement: Placement) -> int | None:

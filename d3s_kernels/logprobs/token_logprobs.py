@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from .._arguments.bundles import NO_SUPPORTS
-from .._arguments.checks import checked_mask, require_no_tangent, require_tensors, temperature_argument
+from .._arguments.checks import (
+    checked_mask,
+    require_no_tangent,
+    require_readable,
+    require_tensors,
+    temperature_argument,
+)
 from .._lm_head import op
 from .._lm_head import token_logprobs as given_ids
 from .._lm_head.problem import checked_problem
@@ -74,6 +80,7 @@ def token_logprobs(
         >>> found.logprobs, found.tail_logprob
         (tensor([[-1.3863, -1.3863,    -inf]]), tensor([-0.6931]))
     """
+    require_readable(logits=logits, token_ids=token_ids)
     require_tensors(logits=logits, token_ids=token_ids)
     require_no_tangent(logits=logits)
     labels = no_labels(token_ids) if labels is None else labels
@@ -127,6 +134,7 @@ def linear_token_logprobs(
         >>> hidden.grad[0].abs().sum()
         tensor(0.)
     """
+    require_readable(hidden=hidden, token_ids=token_ids)
     require_tensors(hidden=hidden, token_ids=token_ids)
     problem = checked_problem(
         hidden, weight, no_labels(token_ids) if labels is None else labels, bias=bias, temperature=temperature,
