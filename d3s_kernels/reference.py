@@ -279,8 +279,8 @@ def linear_topk_logprobs(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> TopkLogprobs:
-    """Returns topk_logprobs of the logits hidden @ weight.T + bias. If more rows are kept than max_rows, all ids are -1,
-    and all other results NaN.
+    """Returns topk_logprobs of the logits hidden @ weight.T + bias. If more rows are kept than max_rows, all ids are
+    -1, and all other results NaN.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
     found = topk_logprobs(logits, k, temperature=temperature, mask=mask)

@@ -159,7 +159,7 @@ struct Work {
   SliceOf<T> slice(int64_t row, int64_t number, const T* next_row) const {
     const int64_t begin = number * kSlice, end = std::min(rows.layout.columns, begin + kSlice);
     const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
-    return {p + begin, end - begin, rows.first_token + begin, end < rows.layout.columns ? p + end : next_row};
+    return {p + begin, end - begin, rows.id(begin), end < rows.layout.columns ? p + end : next_row};
   }
   const T* first_logit(int64_t row) const { return slice(row, 0, nullptr).logits; }
   float scale(int64_t row) const { return kLog2E / rows.temperatures[row]; }

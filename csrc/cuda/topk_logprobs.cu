@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
   bitonic_sort(candidates.inverted, count, block);
   for (int i = block.rank; i < k; i += kThreads)
     found[int64_t{blockIdx.x} * k + i] =
-        i < count ? ~candidates.inverted[i] - rows.first_token : kNoEntry;  // ids instead of columns
+        i < count ? ~candidates.inverted[i] - rows.id(0) : kNoEntry;  // ids instead of columns
   LaneState outside;
   for (int i = k + block.rank; i < count; i += kThreads) {
     const float z[1] = {logit_of(~candidates.inverted[i])};

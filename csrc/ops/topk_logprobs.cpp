@@ -17,8 +17,8 @@ void topk_softmax_state_(const Tensor& state, const Tensor& best, const Tensor& 
           "best", "got shape ", shape(best), " of ", dtype(best), "; takes contiguous int64 [rows, k] with k from 1 to ",
           int64_t{kMostBest}, " and the rows of state, ", shape(state));
   require_same_device("best", best, logits);
-  require(rows.first_token <= INT32_MAX && rows.layout.columns <= INT32_MAX - rows.first_token, "first_token", "got ",
-          rows.first_token, " for ", rows.layout.columns, " columns; takes ids below 2^31");
+  require(rows.id(0) <= INT32_MAX && rows.layout.columns <= INT32_MAX - rows.id(0), "first_token", "got ", rows.id(0),
+          " for ", rows.layout.columns, " columns; takes ids below 2^31");
   TorchDevice device(logits, PublicOp::kTopkLogprobs);
   merge_topk_tile(rows, mutable_data<RowState>(state),
                   {static_cast<TopkEntry*>(best.mutable_data_ptr()), best.size(1)}, device);

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import ONE, NumberOrTensor, of_schema
+from .._arguments.bundles import NO_GROUP, ONE, NumberOrTensor, ShardArguments, of_schema
 from .._dispatch import ops
 from .._dispatch.faults import look
 from .._dispatch.libraries import named
@@ -20,7 +20,7 @@ from .._dispatch.over_supports import TEMPERATURE_AND_MASK
 from .._dispatch.registration import declare, refuse_unreadable, register_no_gradient
 from .._torch.topk_logprobs import NO_ENTRY, ids_of, logits_of
 from .forward import Picked, no_logits
-from .op import SHARD
+from .op import HEAD, SHARD, head_arguments, problem_of
 from .problem import HeadProblem, Shard
 from .products import Head, Tiles, without_autocast
 
@@ -115,12 +115,11 @@ def _fake_results(rows: Tensor, k: int) -> tuple[Tensor, ...]:
 def _of_logits(
     logits: Tensor,
     k: int,
-    first_token: int = 0,
-    group_name: str | None = None,
+    of_shard: ShardArguments = NO_GROUP,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    shard, shape = Shard.of(first_token, group_name), logits.shape[:-1]
+    shard, shape = Shard.of(*of_shard), logits.shape[:-1]
     _require_k(k, logits.shape[-1] if shard.ranks is None and logits.dim() > 0 else None)
     largest = Largest.nothing(shape.numel(), k, logits)
     _op.topk_softmax_state_.default(*largest, logits, shard.tile_start, *temperature, mask)
@@ -176,40 +175,18 @@ def _scattered(picked: Picked, results: Results, rows: int) -> Results:
     return Results(ids, *picked.scatter(tuple(floats), rows))
 
 
-def _problem_of(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    logit_softcap: float | None = None,
-    mask: Tensor | None = None,
-    max_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
-    workspace_bytes: int | None = None,
-    first_token: int = 0,
-    group_name: str | None = None,
-) -> HeadProblem:
-    """Makes a HeadProblem from the arguments of the op's schema."""
-    return HeadProblem(
-        hidden, weight, no_labels(hidden), bias, NumberOrTensor(temperature, temperature_tensor), logit_softcap, mask,
-        max_rows, None, logits_dtype, workspace_bytes, shard=Shard.of(first_token, group_name),
-    )  # fmt: skip
-
-
 def no_labels(hidden: Tensor) -> Tensor:
-    """Returns labels that say that no row has a label. A problem needs some."""
+    """Returns labels which say that no row has a label. A problem needs labels; here, they are not read."""
     return torch.full((), -100, device=hidden.device).expand(hidden.shape[:-1])
 
 
 @torch.no_grad()
 def _forward_kernel(k: int, *arguments: Any) -> tuple[Tensor, ...]:
-    given = named("linear_topk_logprobs", (k, *arguments))
-    problem = _problem_of(**{name: value for name, value in given.items() if name != "k"})
+    problem = problem_of(*arguments)
     problem.check()
     _require_k(k, problem.weight.shape[0] if problem.shard.ranks is None else None)
     if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU, the op itself checks the values
-        look("topk_logprobs", given)
+        look("topk_logprobs", named("linear_topk_logprobs", (k, *arguments)))
     try:
         return _forward(problem, k)
     except RuntimeError:
@@ -218,9 +195,7 @@ def _forward_kernel(k: int, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 declare(
-    "linear_topk_logprobs(SymInt k, Tensor hidden, Tensor weight, Tensor? bias=None, float temperature=1.0, "
-    "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
-    f"ScalarType logits_dtype=float, SymInt? workspace_bytes=None, {SHARD}) -> ({_RESULTS})",
+    f"linear_topk_logprobs(SymInt k, {HEAD}, {SHARD}) -> ({_RESULTS})",
     _forward_kernel,
     lambda k, hidden, *_: _fake_results(hidden, k),
 )
@@ -233,10 +208,4 @@ _linear_topk_logprobs = ops.function_of("linear_topk_logprobs")
 
 
 def linear_topk_logprobs(problem: HeadProblem, k: int) -> Results:
-    return Results(
-        *_linear_topk_logprobs(
-            k, problem.hidden, problem.weight, problem.bias, *problem.temperature, problem.logit_softcap, problem.mask,
-            problem.max_rows, problem.logits_dtype, problem.workspace_bytes, problem.shard.first_token,
-            problem.shard.group_name,
-        )
-    )  # fmt: skip
+    return Results(*_linear_topk_logprobs(k, *head_arguments(problem), *problem.shard.arguments))

@@ -14,9 +14,9 @@ NO_ENTRY = torch.iinfo(torch.int64).min
 _IDS = 2**32 - 1
 
 
-def entries_of(logits: Tensor, first_token: int) -> Tensor:
+def entries_of(logits: Tensor, first_id: int) -> Tensor:
     """Returns the int64 entry of each logit ``[rows, n]``, as in csrc/core/topk_entry.h; NO_ENTRY for NaN."""
-    ids = torch.arange(first_token, first_token + logits.shape[-1], device=logits.device)
+    ids = torch.arange(first_id, first_id + logits.shape[-1], device=logits.device)
     entries = ((order_key(logits) - ZERO_KEY) << 32) + (_IDS - ids)
     return entries.where(logits == logits, NO_ENTRY)
 
@@ -50,16 +50,16 @@ def topk_softmax_state_(
         flat = block.flatten(0, -2)
         for begin in range(0, columns, SLICE):
             part = flat[:, begin : begin + SLICE].float()
-            of_rows, entries = _with_slice(of_rows, entries, part, (tile.first_token or 0) + begin, each[rows])
+            of_rows, entries = _with_slice(of_rows, entries, part, tile.token(begin), each[rows])
         after[rows, :3], largest[rows] = of_rows.T, entries
     for written, values in ((state, after), (best, largest)):
         written.copy_(values if mask is None else values.where(mask.reshape(-1, 1), written))
 
 
 def _with_slice(
-    state: Tensor, best: Tensor, logits: Tensor, first_token: int, temperature: Tensor
+    state: Tensor, best: Tensor, logits: Tensor, first_id: int, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    entries = entries_of(logits, first_token)
+    entries = entries_of(logits, first_id)
     after = torch.cat([best, entries], 1).topk(best.shape[1], 1).values  # all entries differ, except NO_ENTRY
     smallest = after[:, -1:]
     chosen = (entries >= smallest) & (entries != NO_ENTRY)

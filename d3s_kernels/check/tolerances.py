@@ -128,7 +128,9 @@ def of_head(name: str) -> Allowed:
     return allowed
 
 
-def topk_of_head(found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, k: int, **options: Any) -> tuple[Any, ...]:
+def topk_of_head(
+    found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, k: int, **options: Any
+) -> tuple[Any, ...]:
     """Returns the exact results for the ids in ``found``, if these are the ids of the k largest logits up to rounding.
     Otherwise, returns the ids of the k largest.
     """
@@ -292,7 +294,7 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
         },
         "topk_softmax_state_": {
             "state": states, "best": torch.full((5, 5), torch.iinfo(torch.int64).min), "logits": logits,
-            "first_token": 2, "temperature_tensor": temperature, "mask": mask,
+            "temperature_tensor": temperature, "mask": mask,
         },
         "support_rows": {"values": logits, "mask": mask, "max_dense_rows": 1, **supports},
         "support_logprob_entropy_": {

@@ -28,8 +28,8 @@ class TopkLogprobs(NamedTuple):
     logprobs: Tensor
     """float32 ``[..., k]``: the log-probabilities of these ids, in nats."""
     tail_logprob: Tensor
-    """float32 ``[...]``: the logarithm of the total probability of all other ids. It is computed from these ids, and not
-    as 1 minus the sum of the k largest. It is ``-inf`` if the other ids have no probability."""
+    """float32 ``[...]``: the logarithm of the total probability of all other ids. It is computed from these ids, and
+    not as 1 minus the sum of the k largest. It is ``-inf`` if the other ids have no probability."""
     entropy: Tensor
     """float32 ``[...]``: the entropy of the row over the whole vocabulary."""
 

@@ -43,7 +43,9 @@ def logit_and_id(entry: int) -> tuple[float, int]:
     return logit, 2**32 - 1 - (entry & 0xFFFFFFFF)
 
 
-def _row(state: Tensor, best: list[int], logits: list[float], first: int, temperature: float) -> tuple[Tensor, list[int]]:
+def _row(
+    state: Tensor, best: list[int], logits: list[float], first: int, temperature: float
+) -> tuple[Tensor, list[int]]:
     """The state and the entries of one row after a tile, in float64."""
     rest = [z for z in logits if math.isnan(z)]
     entries = [entry_of(z, first + i) for i, z in enumerate(logits) if not math.isnan(z)]
@@ -61,7 +63,9 @@ def _row(state: Tensor, best: list[int], logits: list[float], first: int, temper
     return torch.tensor(after, dtype=torch.float64), in_order[:k]
 
 
-def _step(state: Tensor, best: Tensor, logits: Tensor, first_token: int | None = None, **given: Any) -> tuple[Tensor, ...]:
+def _step(
+    state: Tensor, best: Tensor, logits: Tensor, first_token: int | None = None, **given: Any
+) -> tuple[Tensor, ...]:
     count = len(state)
     flat = logits.float().reshape(count, logits.shape[-1])
     heat, mask = given.get("temperature_tensor"), given.get("mask")
