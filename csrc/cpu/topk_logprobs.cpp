@@ -1,9 +1,9 @@
 // Finds the largest logits of rows, and merges all other logits into the rows' softmax states, slice by slice.
 //
-// A row reads its logits twice: the first pass looks for logits that are larger than the smallest entry in `best`, which
-// after some slices are rare; the second pass adds up the slice, which is then in the nearest caches. The second pass is
-// the loop of logprob_entropy. Where a slice has new entries, the loop reads a copy of the slice, in which these logits
-// are -inf.
+// A row reads its logits twice: the first pass looks for logits that are larger than the smallest entry in `best`,
+// which after some slices are rare; the second pass adds up the slice, which is then in the nearest caches. The second
+// pass is the loop of logprob_entropy. Where a slice has new entries, the loop reads a copy of the slice, in which
+// these logits are -inf.
 #include "../ops/topk_logprobs.h"
 
 #include <algorithm>

@@ -11,11 +11,11 @@ constexpr int64_t kGroupsMultiple = 32;  // the number of logits in the widest p
 
 template <class T>
 struct TopkLoopsOf {
-  // Writes the indices of the logits that are at least `lowest`, in order, and returns how many there are. `places` must
-  // have room for n indices. n must be at most 65,536.
+  // Writes the indices of the logits that are at least `lowest`, in order, and returns how many there are. `places`
+  // must have room for n indices. n must be at most 65,536.
   int64_t (*places_from)(const T* logits, int64_t n, float lowest, uint16_t* places);
-  // maxima[g] = the largest of the logits g, g + groups, g + 2 groups and so on; -inf if all of them are NaN. Leaves out
-  // the last n % groups logits. `groups` must be a multiple of kGroupsMultiple.
+  // maxima[g] = the largest of the logits g, g + groups, g + 2 groups and so on; -inf if all of them are NaN. Leaves
+  // out the last n % groups logits. `groups` must be a multiple of kGroupsMultiple.
   void (*group_maxima)(const T* logits, int64_t n, int64_t groups, float* maxima);
 };
 

@@ -14,8 +14,8 @@
 // in this order. If the collected logits do not fit into shared memory, for example because all logits are equal, a
 // search digit by digit finds the k-th largest logit, and the second pass is made again. The result is the same.
 //
-// merge_best goes through the slices of a row from left to right. Of the entries in `best` and of the slice's k entries,
-// the k largest stay in `best`; the others are added to the row's state.
+// merge_best goes through the slices of a row from left to right. Of the entries in `best` and of the slice's k
+// entries, the k largest stay in `best`; the others are added to the row's state.
 #include "../ops/topk_logprobs.h"
 
 #include "bitonic_sort.h"
@@ -148,7 +148,7 @@ __device__ uint32_t lower_bound(const RowReader<T, kAligned>& reader, Place plac
 // Finds the k-th largest entry of a slice that has at least k numbers. This is slow and rare.
 template <class T, bool kAligned>
 __device__ D3S_NOINLINE TopkEntry kth_entry(RowReader<T, kAligned> reader, Place place, int k, SliceRoom& room,
-                               BlockGroup block) {
+                                            BlockGroup block) {
   constexpr int kApart = kWarp * kPerVector<T>;
   uint32_t* histogram = room.histogram();
   const auto count_digit = [&](const auto& count) {  // count(key, column) for each logit
@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
   if (lane == 0) room.shares[1][warp] = share;
   block.sync();
   if (warp > 0) return;
-  const SoftmaxState state = merge(merge_shares(room.shares[0], temperature), merge_shares(room.shares[1], temperature),
-                                   1.f / temperature);
+  const SoftmaxState state =
+      merge(merge_shares(room.shares[0], temperature), merge_shares(room.shares[1], temperature), 1.f / temperature);
   if (lane == 0) slice_states[blockIdx.x] = state;
 }
 

@@ -1,5 +1,5 @@
-// The kernels that find the largest logits of rows, implemented in cpu/ and cuda/. ops/topk_logprobs.cpp has checked the
-// arguments. Nothing here depends on torch.
+// The kernels that find the largest logits of rows, implemented in cpu/ and cuda/. ops/topk_logprobs.cpp has checked
+// the arguments. Nothing here depends on torch.
 #pragma once
 
 #include "../core/topk_entry.h"

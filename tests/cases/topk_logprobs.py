@@ -116,4 +116,3 @@ def _rule(name: str) -> tolerances.Allowed:
 def linear_topk_logprobs(draw: Draw) -> Arguments:
     given = detached(head_arguments(draw)) | {"max_grad_rows": None, "first_token": 0, "group_name": None}
     return given | {"k": _k(draw, len(given["weight"]))}
-
