@@ -154,7 +154,8 @@ def test_the_cuda_library_registers_every_op() -> None:
 
 def test_the_doctor_calls_every_op() -> None:
     """The gradients of the public functions are the other ops that are composed."""
-    composed = {"linear_logprob_entropy", "token_logprobs", "linear_token_logprobs"}
+    heads = {"linear_logprob_entropy", "linear_token_logprobs", "linear_topk_logprobs"}
+    composed = heads | {"token_logprobs", "topk_logprobs"}
     require_all("d3s doctor", calls(8), served_by("kernels", "cpu") | composed)
 
 

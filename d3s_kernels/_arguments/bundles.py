@@ -111,6 +111,9 @@ class Tile(NamedTuple):
     def column(self, tokens: Tensor) -> Tensor:
         return tokens - (self.first_token or 0)
 
+    def token(self, column: int) -> int:
+        return (self.first_token or 0) + column
+
 
 class ShardArguments(NamedTuple):
     """The arguments of an op for a vocabulary shard: the shard's first id, and the name of the process group whose

@@ -38,6 +38,7 @@ PUBLIC_OPS = (  # in the order of PublicOp in csrc/ops/faults.h
     "logprob_entropy",
     "linear_logprob_entropy",
     "token_logprobs",
+    "topk_logprobs",
     "topk_mask",
     "select_tokens",
     "select_tokens_from_logits",

@@ -128,6 +128,24 @@ def of_head(name: str) -> Allowed:
     return allowed
 
 
+def topk_of_head(
+    found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, k: int, **options: Any
+) -> tuple[Any, ...]:
+    """Returns the exact results for the ids in ``found``, if these are the ids of the k largest logits up to rounding.
+    Otherwise, returns the ids of the k largest.
+    """
+    exact = reference.linear_topk_logprobs(hidden, weight, k, **options)
+    ids, head = found["token_ids"], {"hidden": hidden, "weight": weight, **options}
+    at_ids = reference.linear_token_logprobs(hidden, weight, ids, **options)
+    near_enough = of_head("logprobs")(exact.logprobs, head)
+    differ = (at_ids.logprobs - exact.logprobs).nan_to_num(0, posinf=0, neginf=0).abs() > near_enough
+    in_order = ids.sort(-1).values
+    repeated = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
+    wrong = differ | (repeated.any(-1, keepdim=True)) | ((ids == -1) != (exact.token_ids == -1))
+    logprobs = at_ids.logprobs.where(ids >= 0, exact.logprobs)
+    return torch.where(wrong, exact.token_ids, ids), logprobs, at_ids.tail_logprob, at_ids.entropy
+
+
 # ---- public functions ------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +180,15 @@ FUNCTIONS: dict[str, Row] = {
         reference.linear_token_logprobs,
         {name: of_head(name) for name in (*_OF_TOKENS, "entropy")},
         {name: of_head(name) for name in ("hidden", "weight", "bias")},
+    ),
+    "topk_logprobs": Row(
+        reference.topk_logprobs,
+        {"token_ids": equal, "logprobs": logprob, "tail_logprob": logprob, "entropy": entropy},
+    ),
+    "linear_topk_logprobs": Row(
+        topk_of_head,
+        {"token_ids": equal} | {name: of_head(name) for name in ("logprobs", "tail_logprob", "entropy")},
+        from_found=True,
     ),
     "topk_mask": Row(reference.topk_mask, {"mask": equal}),
     "select_tokens": Row(reference.select_tokens, _SELECTION),
@@ -260,6 +287,14 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
         "put_token_gradients_": {
             "gradient": logits.bfloat16(), "token_ids": token_ids, "labels": labels,
             "values": token_ids.new_zeros(5, 4).float(),
+        },
+        "topk_logprobs": {"logits": logits, "k": 5, "temperature": temperature, "mask": mask},
+        "linear_topk_logprobs": {
+            "hidden": hidden, "weight": weight, "k": 5, "temperature": temperature, "mask": mask, "logit_softcap": 30.0
+        },
+        "topk_softmax_state_": {
+            "state": states, "best": torch.full((5, 5), torch.iinfo(torch.int64).min), "logits": logits,
+            "temperature_tensor": temperature, "mask": mask,
         },
         "support_rows": {"values": logits, "mask": mask, "max_dense_rows": 1, **supports},
         "support_logprob_entropy_": {
