@@ -6,10 +6,11 @@ from ._dispatch.faults import synchronize_checks
 from ._lm_head.from_model import lm_head
 from ._lm_head.own_logits import UnsupportedHead
 from ._lm_head.token_logprobs import TokenLogprobs
+from ._lm_head.topk_logprobs import TopkLogprobs
 from .check.compare import Comparison, Difference, compare
 from .logprobs.logprob_entropy import entropy, linear_logprob_entropy, logprob_entropy
 from .logprobs.token_logprobs import linear_token_logprobs, token_logprobs
-from .logprobs.topk_logprobs import TopkLogprobs, linear_topk_logprobs, topk_logprobs
+from .logprobs.topk_logprobs import linear_topk_logprobs, topk_logprobs
 from .off_policy.importance_ratio import adaptive_clip, entropy_groups, importance_ratio
 from .off_policy.trusted_tokens import TrustedTokens, trusted_tokens
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts

@@ -48,6 +48,8 @@ takes(d3s.linear_logprob_entropy, "weight_grad_into", **HEAD, weight_grad_into=t
 takes(d3s.token_logprobs, logits=LOGITS, token_ids=LABELS[..., None].clamp(min=0), labels=LABELS, mask=MASK)
 of_ids = {"token_ids": torch.tensor([[0, 6]]).expand(4, 2)}
 takes(d3s.linear_token_logprobs, **HEAD, **of_ids, mask=FLAT_MASK)
+takes(d3s.topk_logprobs, logits=LOGITS, k=2, mask=MASK)
+takes(d3s.linear_topk_logprobs, **{name: HEAD[name] for name in ("hidden", "weight", "bias")}, k=2, mask=FLAT_MASK)
 takes(d3s.topk_mask, scores=FLAT, ratio=SHARE, **RAGGED)
 takes(d3s.topk_mask, "topk_mask by k", scores=VALUES, k=ONE, mask=MASK)
 takes(d3s.select_tokens, entropy=FLAT, advantages=FLAT, ratio=SHARE, scope="sequence", **RAGGED)

@@ -43,6 +43,7 @@ from d3s_kernels.distributed.vocabulary import _shards_of_first_calls
 
 sizes = pytest.mark.parametrize("size", SIZES)
 CPU = torch.device("cpu")
+OF_IDS = "token_logprobs", "topk_logprobs"
 SEEDS = rounds(80)  # for each function and number of ranks
 
 
@@ -108,9 +109,7 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
 
 
 @sizes
-@pytest.mark.parametrize(
-    "name", ["logprob_entropy", "linear_logprob_entropy", "token_logprobs", "linear_token_logprobs"]
-)
+@pytest.mark.parametrize("name", [f"{head}{of}" for of in ("logprob_entropy", *OF_IDS) for head in ("", "linear_")])
 def test_shards_give_what_one_process_gives(name: str, size: int) -> None:
     world(size).run(as_one_process, name, torch.randint(2**31, (SEEDS,)).tolist())
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._arguments.bundles import NO_GROUP, ONE, NumberOrTensor, ShardArguments, of_schema
+from .._arguments.checks import require_readable, require_tensors
 from .._dispatch import ops
 from .._dispatch.faults import look
 from .._dispatch.libraries import named
@@ -22,31 +23,39 @@ from .._torch.topk_logprobs import NO_ENTRY, ids_of, logits_of
 from .forward import Picked, no_logits
 from .op import HEAD, SHARD, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, without_autocast
+from .products import tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
 MOST = 1024  # the maximum of k
 
 
-class Results(NamedTuple):
+class TopkLogprobs(NamedTuple):
+    """The results of :func:`topk_logprobs` and :func:`linear_topk_logprobs`. None of them has a gradient."""
+
     token_ids: Tensor
+    """int32 ``[..., k]``: the ids of the k largest logits of each row, the largest first. Of equal logits, the lower id
+    comes first. NaN is never among them; where a row has fewer than k numbers, the id is -1."""
     logprobs: Tensor
+    """float32 ``[..., k]``: the log-probabilities of these ids, in nats."""
     tail_logprob: Tensor
+    """float32 ``[...]``: the logarithm of the total probability of all other ids. It is computed from these ids, and
+    not as 1 minus the sum of the k largest. It is ``-inf`` if the other ids have no probability."""
     entropy: Tensor
+    """float32 ``[...]``: the entropy of the row over the whole vocabulary."""
 
     @classmethod
-    def of_no_row(cls, token_ids: Tensor, number: float) -> Results:
+    def of_no_row(cls, token_ids: Tensor, number: float) -> TopkLogprobs:
         """Makes the results of rows that are masked out, or of more rows than a bound allows."""
         logprobs = torch.full(token_ids.shape, number, dtype=torch.float32, device=token_ids.device)
         of_rows = (logprobs.new_full(token_ids.shape[:-1], number) for _ in range(2))
         return cls(token_ids.fill_(-1), logprobs, *of_rows)
 
-    def viewed(self, shape: torch.Size) -> Results:
+    def viewed(self, shape: torch.Size) -> TopkLogprobs:
         """Returns the results of flat rows as those of rows ``[...]``."""
-        return Results(*(result.view((*shape, *result.shape[1:])) for result in self))
+        return TopkLogprobs(*(result.view((*shape, *result.shape[1:])) for result in self))
 
-    def masked_(self, mask: Tensor) -> Results:
+    def masked_(self, mask: Tensor) -> TopkLogprobs:
         """Writes the results of masked rows."""
         for result in self:
             number = -1 if result is self.token_ids else 0
@@ -65,16 +74,16 @@ class Largest(NamedTuple):
         entries = torch.full((rows, k), NO_ENTRY, dtype=torch.int64, device=like.device)
         return cls(no_logits(rows, like), entries)
 
-    def finished(self, shard: Shard, temperature: NumberOrTensor) -> Results:
+    def finished(self, shard: Shard, temperature: NumberOrTensor) -> TopkLogprobs:
         """Computes the results of rows. Ranks exchange states and entries at once."""
         state, entries = self
         logits = logits_of(entries)
-        if shard.ranks is not None:
+        if shard.ranks is not None and len(state):
             state, entries, logits = self._of_all_ranks(shard, temperature)
         ids = ids_of(entries)
         logprobs, tail_logprob, _, entropy, _, _ = _op.token_logprobs_finish.default(state, logits, ids, *temperature)
         # A row with NaN may have fewer than k numbers, and -1 is an id with the log-probability -inf.
-        return Results(ids, logprobs.masked_fill_(entropy.isnan().unsqueeze(1), torch.nan), tail_logprob, entropy)
+        return TopkLogprobs(ids, logprobs.masked_fill_(entropy.isnan().unsqueeze(1), torch.nan), tail_logprob, entropy)
 
     def _of_all_ranks(self, shard: Shard, temperature: NumberOrTensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the ranks' states, followed by the state of the entries that are not among the k largest of all
@@ -93,7 +102,7 @@ class Largest(NamedTuple):
         return state, entries, logits_of(entries).expand(len(state), -1, -1).contiguous()
 
 
-def _require_k(k: int, tokens: int | None) -> None:
+def require_k(k: int, tokens: int | None) -> None:
     """Checks k. ``tokens`` is the size of the vocabulary, or None if it is unknown."""
     if not 1 <= k <= MOST or (tokens is not None and k > tokens):
         of_vocabulary = "" if tokens is None else f", and at most the size of the vocabulary, {tokens}"
@@ -120,7 +129,7 @@ def _of_logits(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     shard, shape = Shard.of(*of_shard), logits.shape[:-1]
-    _require_k(k, logits.shape[-1] if shard.ranks is None and logits.dim() > 0 else None)
+    require_k(k, logits.shape[-1] if shard.ranks is None and logits.dim() > 0 else None)
     largest = Largest.nothing(shape.numel(), k, logits)
     _op.topk_softmax_state_.default(*largest, logits, shard.tile_start, *temperature, mask)
     results = largest.finished(shard, temperature.map_rows(lambda each: each.reshape(-1)))
@@ -141,52 +150,63 @@ declare(
     lambda logits, k, *_: _fake_results(logits, k),
 )
 
+refuse_unreadable("topk_logprobs")
+register_no_gradient("topk_logprobs")
+
+_topk_logprobs = ops.function_of("topk_logprobs")
+
+
+def topk_logprobs(
+    logits: Tensor, k: int, shard: Shard, temperature: tuple[float, Tensor | None], mask: Tensor | None
+) -> TopkLogprobs:
+    return TopkLogprobs(*_topk_logprobs(logits, k, *shard.arguments, *temperature, mask))
+
+
 # ---- of the LM head -------------------------------------------------------------------------------------------------
 
 
 @without_autocast
 def _forward(problem: HeadProblem, k: int) -> tuple[Tensor, ...]:
-    count, mask, head, shape = problem.rows, problem.mask, Head.of(problem), problem.labels.shape
+    count, mask, shape = problem.rows, problem.mask, problem.labels.shape
     if mask is None and problem.max_rows is not None and count > problem.max_rows:
-        return Results.of_no_row(problem.hidden.new_empty((*shape, k), dtype=torch.int32), torch.nan)
+        return TopkLogprobs.of_no_row(problem.hidden.new_empty((*shape, k), dtype=torch.int32), torch.nan)
     picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
     rows, temperature = problem.hidden.reshape(count, problem.hidden.shape[-1]), problem.flat_temperature
     if picked is not None:
         rows, temperature = picked.gather(rows), picked.temperature(problem)
-    tiles, largest = Tiles.cut(rows, head, problem.workspace_bytes), Largest.nothing(len(rows), k, rows)
-    for r in tiles.row_slices():
-        for t in tiles.token_slices():
-            logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.topk_softmax_state_.default(
-                largest.state[r], largest.entries[r], logits, problem.shard.token(t.start),
-                *temperature.map_rows(itemgetter(r)),
-            )  # fmt: skip
+    largest = Largest.nothing(len(rows), k, rows)
+    for r, first, logits in tiles_of_logits(problem, rows):
+        of_rows = temperature.map_rows(itemgetter(r))
+        _op.topk_softmax_state_.default(largest.state[r], largest.entries[r], logits, first, *of_rows)
     results = largest.finished(problem.shard, temperature)
     return (results if picked is None else _scattered(picked, results, count)).viewed(shape)
 
 
-def _scattered(picked: Picked, results: Results, rows: int) -> Results:
+def _scattered(picked: Picked, results: TopkLogprobs, rows: int) -> TopkLogprobs:
     """Writes the results of the picked rows back to their rows, as :meth:`Picked.scatter` does."""
     ids, *floats = results
     (ids,) = picked._replace(exceeded=None).scatter((ids + 1,), rows)
     ids -= 1  # of the other rows, -1
     if picked.exceeded is not None:
         ids.masked_fill_(picked.exceeded, -1)
-    return Results(ids, *picked.scatter(tuple(floats), rows))
+    return TopkLogprobs(ids, *picked.scatter(tuple(floats), rows))
 
 
 def no_labels(hidden: Tensor) -> Tensor:
     """Returns labels which say that no row has a label. A problem needs labels; here, they are not read."""
+    require_tensors(hidden=hidden)
+    require_readable(hidden=hidden)
     return torch.full((), -100, device=hidden.device).expand(hidden.shape[:-1])
 
 
 @torch.no_grad()
 def _forward_kernel(k: int, *arguments: Any) -> tuple[Tensor, ...]:
-    problem = problem_of(*arguments)
+    given = named("linear_topk_logprobs", (k, *arguments))
+    problem = problem_of(**{name: value for name, value in given.items() if name != "k"})
     problem.check()
-    _require_k(k, problem.weight.shape[0] if problem.shard.ranks is None else None)
+    require_k(k, problem.weight.shape[0] if problem.shard.ranks is None else None)
     if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU, the op itself checks the values
-        look("topk_logprobs", named("linear_topk_logprobs", (k, *arguments)))
+        look("topk_logprobs", given)
     try:
         return _forward(problem, k)
     except RuntimeError:
@@ -199,13 +219,11 @@ declare(
     _forward_kernel,
     lambda k, hidden, *_: _fake_results(hidden, k),
 )
-for _name in ("topk_logprobs", "linear_topk_logprobs"):
-    refuse_unreadable(_name)
-    register_no_gradient(_name)
+refuse_unreadable("linear_topk_logprobs")
+register_no_gradient("linear_topk_logprobs")
 
-topk_logprobs = ops.function_of("topk_logprobs")
 _linear_topk_logprobs = ops.function_of("linear_topk_logprobs")
 
 
-def linear_topk_logprobs(problem: HeadProblem, k: int) -> Results:
-    return Results(*_linear_topk_logprobs(k, *head_arguments(problem), *problem.shard.arguments))
+def linear_topk_logprobs(problem: HeadProblem, k: int) -> TopkLogprobs:
+    return TopkLogprobs(*_linear_topk_logprobs(k, *head_arguments(problem), *problem.shard.arguments))

@@ -13,6 +13,7 @@ values. The number of collectives depends only on information that all ranks hav
 from .logprobs import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
 from .plan_rows import RowPlan, exchange_rows, plan_rows
 from .token_logprobs import vocab_parallel_linear_token_logprobs, vocab_parallel_token_logprobs
+from .topk_logprobs import vocab_parallel_linear_topk_logprobs, vocab_parallel_topk_logprobs
 
 __all__ = [
     "RowPlan",
@@ -20,6 +21,8 @@ __all__ = [
     "plan_rows",
     "vocab_parallel_linear_logprob_entropy",
     "vocab_parallel_linear_token_logprobs",
+    "vocab_parallel_linear_topk_logprobs",
     "vocab_parallel_logprob_entropy",
     "vocab_parallel_token_logprobs",
+    "vocab_parallel_topk_logprobs",
 ]

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .._arguments.bundles import NO_SUPPORTS
-from .._arguments.checks import (
-    checked_mask,
-    require_no_tangent,
-    require_tensors,
-    require_whole,
-    temperature_argument,
-)
+from .._arguments.checks import checked_mask, require_no_tangent, require_tensors, require_whole, temperature_argument
 from .._lm_head import topk_logprobs as largest
-from .._lm_head.problem import checked_problem
-
-
-class TopkLogprobs(NamedTuple):
-    """The results of :func:`topk_logprobs` and :func:`linear_topk_logprobs`. None of them has a gradient."""
-
-    token_ids: Tensor
-    """int32 ``[..., k]``: the ids of the k largest logits of each row, the largest first. Of equal logits, the lower id
-    comes first. NaN is never among them; where a row has fewer than k numbers, the id is -1."""
-    logprobs: Tensor
-    """float32 ``[..., k]``: the log-probabilities of these ids, in nats."""
-    tail_logprob: Tensor
-    """float32 ``[...]``: the logarithm of the total probability of all other ids. It is computed from these ids, and
-    not as 1 minus the sum of the k largest. It is ``-inf`` if the other ids have no probability."""
-    entropy: Tensor
-    """float32 ``[...]``: the entropy of the row over the whole vocabulary."""
+from .._lm_head.problem import WHOLE, checked_problem
+from .._lm_head.topk_logprobs import TopkLogprobs
 
 
 def topk_logprobs(
@@ -66,7 +44,7 @@ def topk_logprobs(
     require_no_tangent(logits=logits)
     require_whole(k=k)
     each, mask = temperature_argument(temperature, logits), checked_mask(mask, logits)
-    return TopkLogprobs(*largest.topk_logprobs(logits, k, 0, None, *each, mask))
+    return largest.topk_logprobs(logits, k, WHOLE, each, mask)
 
 
 def linear_topk_logprobs(
@@ -112,11 +90,10 @@ def linear_topk_logprobs(
         >>> found.token_ids[0]
         tensor([49, 48, 47, 46], dtype=torch.int32)
     """
-    require_tensors(hidden=hidden)
     require_whole(k=k)
     problem = checked_problem(
         hidden, weight, largest.no_labels(hidden), bias=bias, temperature=temperature, logit_softcap=logit_softcap,
         mask=mask, max_rows=max_rows, max_grad_rows=None, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
         weight_grad_into=None, supports=lambda _: NO_SUPPORTS,
     )  # fmt: skip
-    return TopkLogprobs(*largest.linear_topk_logprobs(problem, k))
+    return largest.linear_topk_logprobs(problem, k)
