@@ -22,7 +22,7 @@ from .._torch.topk_logprobs import NO_ENTRY, ids_of, logits_of
 from .forward import Picked, no_logits
 from .op import HEAD, SHARD, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, without_autocast
+from .products import tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -146,21 +146,18 @@ declare(
 
 @without_autocast
 def _forward(problem: HeadProblem, k: int) -> tuple[Tensor, ...]:
-    count, mask, head, shape = problem.rows, problem.mask, Head.of(problem), problem.labels.shape
+    count, mask, shape = problem.rows, problem.mask, problem.labels.shape
     if mask is None and problem.max_rows is not None and count > problem.max_rows:
         return Results.of_no_row(problem.hidden.new_empty((*shape, k), dtype=torch.int32), torch.nan)
     picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
     rows, temperature = problem.hidden.reshape(count, problem.hidden.shape[-1]), problem.flat_temperature
     if picked is not None:
         rows, temperature = picked.gather(rows), picked.temperature(problem)
-    tiles, largest = Tiles.cut(rows, head, problem.workspace_bytes), Largest.nothing(len(rows), k, rows)
-    for r in tiles.row_slices():
-        for t in tiles.token_slices():
-            logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.topk_softmax_state_.default(
-                largest.state[r], largest.entries[r], logits, problem.shard.token(t.start),
-                *temperature.map_rows(itemgetter(r)),
-            )  # fmt: skip
+    largest = Largest.nothing(len(rows), k, rows)
+    for r, first, logits in tiles_of_logits(problem, rows):
+        _op.topk_softmax_state_.default(
+            largest.state[r], largest.entries[r], logits, first, *temperature.map_rows(itemgetter(r))
+        )
     results = largest.finished(problem.shard, temperature)
     return (results if picked is None else _scattered(picked, results, count)).viewed(shape)
 
