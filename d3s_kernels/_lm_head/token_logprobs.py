@@ -30,7 +30,7 @@ from .._dispatch.registration import (
     register_no_second_derivative,
 )
 from .backward import AtTokens, Incoming, Wanted, of_active_rows
-from .forward import Picked, no_logits
+from .forward import PackedRows, no_logits
 from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
 from .products import tiles_of_logits, without_autocast
@@ -233,25 +233,17 @@ def token_logprobs(
 
 @without_autocast
 def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
-    count, mask, shape = problem.rows, problem.mask, problem.labels.shape
-    outputs: tuple[Tensor, ...]
-    if mask is None and problem.max_rows is not None and count > problem.max_rows:
+    shape, rows = problem.labels.shape, PackedRows.of(problem)
+    if rows is None:
         return tuple(fake.fill_(torch.nan) for fake in _fake_results(problem.hidden, token_ids))
-    picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
-    rows, targets, ids = (_flat(values, shape) for values in (problem.hidden, problem.labels, token_ids))
-    temperature = problem.flat_temperature
-    if picked is not None:
-        rows, targets, ids = picked.gather(rows), picked.gather(targets), picked.gather(ids)
-        temperature = picked.temperature(problem)
-    taken = Taken.nothing(ids, rows)
-    for r, first, logits in tiles_of_logits(problem, rows):
+    targets, ids = (rows.gather(_flat(values, shape)) for values in (problem.labels, token_ids))
+    temperature, taken = rows.temperature, Taken.nothing(ids, rows.hidden)
+    for r, first, logits in tiles_of_logits(problem, rows.hidden):
         _op.token_softmax_state_.default(
             taken.state[r], taken.logits[r], logits, targets[r], ids[r], first, *temperature.map_rows(itemgetter(r))
         )
-    outputs = taken.finished(problem.shard, ids, targets, None, temperature)
-    if picked is not None:
-        outputs = picked.scatter(outputs, count)
-    logprobs, *of_rows = outputs
+    found = taken.finished(problem.shard, ids, targets, None, temperature)
+    logprobs, *of_rows = rows.scatter(found, problem.rows)
     return logprobs.view(token_ids.shape), *(output.view(shape) for output in of_rows)
 
 

@@ -20,7 +20,7 @@ from .._dispatch.libraries import named
 from .._dispatch.over_supports import TEMPERATURE_AND_MASK
 from .._dispatch.registration import declare, refuse_unreadable, register_no_gradient
 from .._torch.topk_logprobs import NO_ENTRY, ids_of, logits_of
-from .forward import Picked, no_logits
+from .forward import PackedRows, Picked, no_logits
 from .op import HEAD, SHARD, head_arguments, problem_of
 from .problem import HeadProblem, Shard
 from .products import tiles_of_logits, without_autocast
@@ -167,19 +167,16 @@ def topk_logprobs(
 
 @without_autocast
 def _forward(problem: HeadProblem, k: int) -> tuple[Tensor, ...]:
-    count, mask, shape = problem.rows, problem.mask, problem.labels.shape
-    if mask is None and problem.max_rows is not None and count > problem.max_rows:
+    shape, rows = problem.labels.shape, PackedRows.of(problem)
+    if rows is None:
         return TopkLogprobs.of_no_row(problem.hidden.new_empty((*shape, k), dtype=torch.int32), torch.nan)
-    picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
-    rows, temperature = problem.hidden.reshape(count, problem.hidden.shape[-1]), problem.flat_temperature
-    if picked is not None:
-        rows, temperature = picked.gather(rows), picked.temperature(problem)
-    largest = Largest.nothing(len(rows), k, rows)
-    for r, first, logits in tiles_of_logits(problem, rows):
-        of_rows = temperature.map_rows(itemgetter(r))
-        _op.topk_softmax_state_.default(largest.state[r], largest.entries[r], logits, first, *of_rows)
+    temperature, largest = rows.temperature, Largest.nothing(len(rows.hidden), k, rows.hidden)
+    for r, first, logits in tiles_of_logits(problem, rows.hidden):
+        _op.topk_softmax_state_.default(
+            largest.state[r], largest.entries[r], logits, first, *temperature.map_rows(itemgetter(r))
+        )
     results = largest.finished(problem.shard, temperature)
-    return (results if picked is None else _scattered(picked, results, count)).viewed(shape)
+    return (results if rows.picked is None else _scattered(rows.picked, results, problem.rows)).viewed(shape)
 
 
 def _scattered(picked: Picked, results: TopkLogprobs, rows: int) -> TopkLogprobs:
