@@ -253,10 +253,10 @@ def checked_problem(
     logit_softcap: float | None,
     mask: Tensor | None,
     max_rows: int | None,
-    max_grad_rows: int | None,
+    max_grad_rows: int | None = None,
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
-    weight_grad_into: Tensor | None,
+    weight_grad_into: Tensor | None = None,
     supports: Callable[[Tensor], OptionalSupports],
     shard: Shard = WHOLE,
 ) -> HeadProblem:

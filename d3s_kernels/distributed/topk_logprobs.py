@@ -151,9 +151,8 @@ def vocab_parallel_linear_topk_logprobs(
         require_readable(bias=bias, mask=mask, temperature=temperature)
         problem = checked_problem(
             hidden, sharded.local, largest.no_labels(hidden), bias=bias, temperature=temperature,
-            logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=None, logits_dtype=logits_dtype,
-            workspace_bytes=workspace_bytes, weight_grad_into=None, supports=lambda _: NO_SUPPORTS,
-            shard=sharded.shard,
+            logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, logits_dtype=logits_dtype,
+            workspace_bytes=workspace_bytes, supports=lambda _: NO_SUPPORTS, shard=sharded.shard,
         )  # fmt: skip
         problem.require_ready()
         return problem

@@ -93,7 +93,7 @@ def linear_topk_logprobs(
     require_whole(k=k)
     problem = checked_problem(
         hidden, weight, largest.no_labels(hidden), bias=bias, temperature=temperature, logit_softcap=logit_softcap,
-        mask=mask, max_rows=max_rows, max_grad_rows=None, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
-        weight_grad_into=None, supports=lambda _: NO_SUPPORTS,
+        mask=mask, max_rows=max_rows, logits_dtype=logits_dtype,
+        workspace_bytes=workspace_bytes, supports=lambda _: NO_SUPPORTS,
     )  # fmt: skip
     return largest.linear_topk_logprobs(problem, k)
