@@ -66,6 +66,17 @@ def in_micro_batches(number: int, dropped: str, lengths: str, model: str) -> str
     return f"TRL's update in {number} micro-batches, {dropped}, {lengths}, {model}"
 
 
+TOPK_AND_LOGSUMEXP, HEAD_ALONE = "topk + logsumexp", "linear_logprob_entropy"
+
+
+def largest(k: int) -> str:
+    return f"topk_logprobs, k = {k}"
+
+
+def largest_of_head(k: int) -> str:
+    return f"linear_topk_logprobs, k = {k}, wide, bf16, fp32 logits"
+
+
 def of_64_rollouts(model: str, nothing: float, half: float) -> tuple[Target, ...]:
     """The targets of updates in eight micro-batches."""
     drop_nothing, drop_half = (in_micro_batches(8, dropped, RECORDED, model) for dropped in (NOTHING, HALF))
@@ -125,6 +136,9 @@ CPU: tuple[Target, ...] = (
     *(Within(f"{HEAD_STEP}, {half}{AVX2_ALONE}", "float32", 1.25) for half in ("bfloat16", "float16")),
     Within(FEW[0], "all tokens", 0.42),
     Within(ADDED, "autograd adds it"),
+    Faster(largest(64), (TOPK_AND_LOGSUMEXP,), 3),
+    Within(largest_of_head(64), HEAD_ALONE, 1.1),
+    Within(largest_of_head(256), HEAD_ALONE, 1.2),
     *(Faster(f"topk_mask of a batch, {ratio}", TORCH_TOPK, 7) for ratio in ("5%", "10%", "20%")),
     *(Faster(f"topk_mask of a segment, {ratio}", TORCH_TOPK, 8) for ratio in ("5%", "10%", "20%")),
     Faster("max_variance_select, groups", ("vectorised PyTorch",), 6),
@@ -171,6 +185,10 @@ CUDA: tuple[Target, ...] = (
     *(Within(contest, "all tokens", 0.34, same_clock=True) for contest in FEW),
     Within(FEW[0], f"{LIGER}, all tokens", 0.34),
     Within(ADDED, "autograd adds it"),
+    Within(largest(64), "read", 1.3),
+    Faster(largest(64), (TOPK_AND_LOGSUMEXP,), 3),
+    Within(largest_of_head(64), HEAD_ALONE, 1.1),
+    Within(largest_of_head(256), HEAD_ALONE, 1.2),
     *(Under(f"topk_mask of a batch, {ratio}", 10.5) for ratio in ("5%", "10%", "20%")),
     *(Under(f"topk_mask of a segment, {ratio}", 36) for ratio in ("5%", "10%", "20%")),
     *(Faster(f"topk_mask of a {where}, 10%", TORCH_TOPK) for where in ("batch", "segment")),
