@@ -7,6 +7,7 @@ from ._lm_head.from_model import lm_head
 from ._lm_head.own_logits import UnsupportedHead
 from .check.compare import Comparison, Difference, compare
 from .logprobs.logprob_entropy import entropy, linear_logprob_entropy, logprob_entropy
+from .logprobs.token_logprobs import TokenLogprobs, linear_token_logprobs, token_logprobs
 from .off_policy.importance_ratio import adaptive_clip, entropy_groups, importance_ratio
 from .off_policy.trusted_tokens import TrustedTokens, trusted_tokens
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
@@ -44,6 +45,7 @@ __all__ = [
     "SamplingMask",
     "Selection",
     "SelectionOptions",
+    "TokenLogprobs",
     "TokenSelection",
     "TrustedTokens",
     "UnsupportedHead",
@@ -58,6 +60,7 @@ __all__ = [
     "groups_without_spread",
     "importance_ratio",
     "linear_logprob_entropy",
+    "linear_token_logprobs",
     "lm_head",
     "load_profile",
     "logprob_entropy",
@@ -73,6 +76,7 @@ __all__ = [
     "selection_page",
     "shared_tokens",
     "synchronize_checks",
+    "token_logprobs",
     "topk_mask",
     "trusted_tokens",
     "variance_mass",

@@ -171,6 +171,72 @@ def linear_logprob_entropy(
     return logprob, row_entropy
 
 
+class TokenLogprobs(NamedTuple):
+    logprobs: Tensor
+    tail_logprob: Tensor
+    logprob: Tensor
+    entropy: Tensor
+
+
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: Temperature = 1.0,
+    mask: Tensor | None = None,
+) -> TokenLogprobs:
+    """Returns log p of each given id (-inf for the id -1), of all ids together that are not given, and of the label;
+    and the entropy. p is the softmax over the whole vocabulary.
+    """
+    labels = torch.full(logits.shape[:-1], -100, device=logits.device) if labels is None else labels
+    mask = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
+    logprob, row_entropy = logprob_entropy(logits, labels, temperature=temperature, mask=mask)
+    per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    log_p = torch.log_softmax(logits.double().masked_fill(~mask.unsqueeze(-1), 0) / per_row, -1)
+    ids, none = token_ids.long().clamp(min=0), token_ids == -1
+    given = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+    given.scatter_add_(-1, ids, (~none).long())
+    tail = log_p.masked_fill(given > 0, -math.inf)
+    empty = (tail == -math.inf).all(-1, keepdim=True)  # its log-probability is a constant
+    of_tail = torch.logsumexp(tail.masked_fill(empty, 0), -1).masked_fill(empty.squeeze(-1), -math.inf)
+    of_tail = of_tail + 0 * row_entropy.detach()  # NaN in a row of NaN, even if all of its ids are given
+    of_ids = log_p.gather(-1, ids).masked_fill(none, -math.inf)
+    return TokenLogprobs(of_ids.masked_fill(~mask.unsqueeze(-1), 0), of_tail.masked_fill(~mask, 0), logprob, row_entropy)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: Temperature = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+) -> TokenLogprobs:
+    """Returns token_logprobs of the logits hidden @ weight.T + bias, with the same bounds on the rows as
+    linear_logprob_entropy.
+    """
+    logits = _head_logits(hidden, weight, bias, logit_softcap)
+    found = token_logprobs(logits, token_ids, labels, temperature=temperature, mask=mask)
+    rows = logits.shape[:-1].numel() if mask is None else int(mask.sum())
+    if max_rows is not None and rows > max_rows:
+        found = TokenLogprobs(*(result * math.nan for result in found))
+    if max_grad_rows is not None and logits.requires_grad:
+
+        def checked(grad: Tensor) -> Tensor:  # a row with an incoming gradient nearly always has one here
+            return grad * math.nan if int((grad != 0).any(-1).sum()) > max_grad_rows else grad
+
+        logits.register_hook(checked)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_softcap: float | None) -> Tensor:
     logits = hidden.double() @ weight.double().T
     if bias is not None:

@@ -5,73 +5,9 @@
 #include <algorithm>
 
 #include "../torch_abi.h"
-#include "softmax_rows.h"
+#include "row_slices.h"
 
 namespace d3s {
-namespace {
-
-// The minimum number of logits for a thread. For fewer logits, a second thread costs more time than it saves.
-constexpr int64_t kGrain = 32768;
-
-// Lists the rows that are not masked out, so that the work can be divided evenly among the threads.
-std::vector<int64_t> unmasked(const LogitsRows& rows) {
-  std::vector<int64_t> live;
-  live.reserve(rows.layout.count);
-  for (int64_t row = 0; row < rows.layout.count; ++row)
-    if (!rows.masked_out(row)) live.push_back(row);
-  return live;
-}
-
-// Returns the state of one slice of `row`. Also prefetches what the caller reads next: the next slice or, after the
-// last slice, `next_row`.
-template <class T>
-SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t slice, float temperature,
-                         const T* next_row) {
-  const int64_t begin = slice * kSlice, end = std::min(columns, begin + kSlice);
-  const SoftmaxSums sums =
-      loops.slice(row + begin, end - begin, kLog2E / temperature, end < columns ? row + end : next_row);
-  return {sums.max, sums.sum, sums.dot};
-}
-
-// For each row in `live`, merges the states of the row's slices into start(row), and calls done(row, merged state,
-// column of the label or -1). A thread's task is one row or, if there are few rows, one slice. In both cases, slices
-// are merged from left to right, so the results are bitwise equal.
-template <class T, class Start, class Done>
-void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
-  const T* logits = static_cast<const T*>(rows.logits);
-  const RowLayout& layout = rows.layout;
-  const SoftmaxLoops<T>& loops = softmax_rows().of(Tag<T>());
-  const int64_t slices = (layout.columns + kSlice - 1) / kSlice, count = static_cast<int64_t>(live.size());
-  const bool few = slices > 1 && count < 8 * static_cast<int64_t>(torch::stable::get_num_threads());
-
-  std::vector<SoftmaxState> states(few ? count * slices : 0);
-  if (few)
-    parallel_for(count * slices, kGrain / kSlice, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t row = live[task / slices];
-        const T* p = logits + layout.offset(row);
-        states[task] = chunk_state(loops, p, layout.columns, task % slices, rows.temperatures[row], p);
-      }
-    });
-
-  parallel_for(count, few ? count : 1 + kGrain / (layout.columns + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = live[i];
-      const float temperature = rows.temperatures[row];
-      const T* p = logits + layout.offset(row);
-      const T* next_row = i + 1 < end ? logits + layout.offset(live[i + 1]) : p;
-      SoftmaxState state = start(row);
-      for (int64_t slice = 0; slice < slices; ++slice) {
-        const SoftmaxState part =
-            few ? states[i * slices + slice] : chunk_state(loops, p, layout.columns, slice, temperature, next_row);
-        state = merge(state, part, 1.f / temperature);
-      }
-      done(row, state, rows.column(rows.labels[row]));
-    }
-  });
-}
-
-}  // namespace
 
 const bool kMakesKeys = false;  // on CPUs, the vectorised loops of topk_mask.cpp make the keys
 
@@ -87,7 +23,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       outputs.write(row, statistics, label < 0 ? 0.f : log_probability(to_float(p[label]), statistics, temperature));
     };
-    for_each_state<T>(rows, unmasked(rows), start, done);
+    for_each_state<T>(rows, unmasked(rows), whole_slices<T>, start, done);
   });
 }
 
@@ -171,7 +107,7 @@ void merge_tile(const LogitsRows& rows, RowState* states, Device&) {
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       if (label >= 0) states[row].label_logit = to_float(p[label]);
     };
-    for_each_state<T>(rows, unmasked(rows), start, done);
+    for_each_state<T>(rows, unmasked(rows), whole_slices<T>, start, done);
   });
 }
 

@@ -19,26 +19,6 @@
 namespace d3s {
 namespace {
 
-// Writes a row's result; for a tile, writes the row's state. Only one thread calls this.
-template <class T>
-__device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
-  const int64_t label = rows.column(rows.labels[row]);
-  const T* p = row_at<T>(rows, row);
-  if (sink.states) {
-    sink.states[row].set(state);
-    if (label >= 0) sink.states[row].label_logit = to_float(p[label]);
-    return;
-  }
-  const float temperature = rows.temperatures[row];
-  const RowStatistics statistics = finish(state, temperature);
-  // An unchecked label that is no id of the vocabulary gives NaN.
-  const bool bad_label = label < 0 && rows.labels.bad(row, rows.vocabulary);
-  const float logprob =
-      label >= 0 ? log_probability(to_float(p[label]), statistics, temperature) : (bad_label ? NAN : 0.f);
-  write_row(row, statistics, logprob, sink);
-  note_row(temperature, bad_label, sink.faults);
-}
-
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
     whole_rows(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink) {
@@ -79,23 +59,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
   if (threadIdx.x >= kWarp) return;
   const SoftmaxState state = merge_shares(shares, temperature);
   if (threadIdx.x == 0) slice_states[blockIdx.x] = state;
-}
-
-template <class T>
-__global__ void merge_slices(const __grid_constant__ LogitsRows rows, const SoftmaxState* slice_states,
-                             const __grid_constant__ RowSink sink) {
-  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row >= rows.layout.count) return;
-  if (rows.masked_out(row)) {
-    write_masked_row(row, sink);
-    return;
-  }
-  const int slices = slices_of(static_cast<int>(rows.layout.columns));
-  const float inverse_temperature = 1.f / rows.temperatures[row];
-  SoftmaxState state = sink.states ? sink.states[row].get() : SoftmaxState();
-  for (int slice = 0; slice < slices; ++slice)
-    state = merge(state, slice_states[row * slices + slice], inverse_temperature);
-  finish_row<T>(rows, row, state, sink);
 }
 
 // The maximum number of slices whose shares fit in the default amount of shared memory; enough for 8 million ids.

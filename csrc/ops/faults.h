@@ -8,14 +8,15 @@
 namespace d3s {
 
 // d3s_kernels/_dispatch/faults.py has the message of each fault, in the same order.
-enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSupports, kDenseRows };
-constexpr int kFaultKinds = static_cast<int>(Fault::kDenseRows) + 1;
+enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSupports, kDenseRows, kTokenIds };
+constexpr int kFaultKinds = static_cast<int>(Fault::kTokenIds) + 1;
 
 // The public ops whose kernels report faults. d3s_kernels/_dispatch/faults.py has the names, in the same order.
 enum class PublicOp {
   kEntropy,
   kLogprobEntropy,
   kLinearLogprobEntropy,
+  kTokenLogprobs,
   kTopkMask,
   kSelectTokens,
   kSelectTokensFromLogits,

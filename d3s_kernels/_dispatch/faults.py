@@ -31,11 +31,13 @@ FAULTS = {
     "temperature": "a temperature outside of [1e-15, 1e15], which gave NaN",
     "supports": "a sampling mask whose offsets are no offsets or whose ids are no tokens, which gave NaN",
     "dense_rows": "more rows without a support than max_dense_rows, which made all rows NaN",
+    "token_ids": "a token id that is neither -1 nor in the vocabulary, which made its row NaN",
 }
 PUBLIC_OPS = (  # in the order of PublicOp in csrc/ops/faults.h
     "entropy",
     "logprob_entropy",
     "linear_logprob_entropy",
+    "token_logprobs",
     "topk_mask",
     "select_tokens",
     "select_tokens_from_logits",

@@ -180,12 +180,25 @@ def _with_supports(
 def _of_all_tokens(
     problem: HeadProblem, incoming: Incoming, wanted: Wanted, exceeded: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return of_active_rows(problem, incoming, _rows_with_gradient(problem, incoming), wanted, exceeded=exceeded)
+
+
+def of_active_rows(
+    problem: HeadProblem,
+    incoming: Incoming,
+    active: Tensor,
+    wanted: Wanted,
+    tokens: AtTokens | None = None,
+    exceeded: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients, which only the rows in the mask ``active`` contribute to. With ``tokens``, the gradient of
+    the logits at some ids is replaced.
+    """
     head, shard = Head.of(problem), problem.shard
-    active = _rows_with_gradient(problem, incoming)
     if wanted.hidden:  # rows of this gradient are summed over the ranks, so all ranks must pick the same rows
         active = shard.anyones_(active)
     picked = Picked.where(active, problem.max_grad_rows, exceeded)
-    rows = _Rows.gathered(picked, problem, incoming)
+    rows = _Rows.gathered(picked, problem, incoming, tokens)
     grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted)
     if not len(rows.hidden):  # without tiles, the NaN of an exceeded bound has not reached these gradients
         picked.poison_(grad_weight)
@@ -213,6 +226,18 @@ def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
     return active if mask is None else active.logical_and_(flat(mask, count))
 
 
+class AtTokens(NamedTuple):
+    """The gradients of the logits at some ids of each row, with which the gradient of a tile is overwritten."""
+
+    token_ids: Tensor  # [rows, K]; -1 stands for no id
+    labels: Tensor  # [rows]; -100 stands for no label
+    values: Tensor  # [rows, K + 1]: the gradients at the ids, and at the label
+
+    def gathered(self, picked: Picked) -> AtTokens:
+        values = picked.poison_(picked.gather(self.values))
+        return AtTokens(picked.gather(self.token_ids), picked.gather(self.labels), values)
+
+
 class _Rows(NamedTuple):
     """The packed rows that have a gradient: either all of these rows, or only the rows of one tile."""
 
@@ -220,9 +245,10 @@ class _Rows(NamedTuple):
     targets: Tensor
     incoming: Incoming
     temperature: NumberOrTensor
+    tokens: AtTokens | None
 
     @classmethod
-    def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
+    def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming, tokens: AtTokens | None) -> _Rows:
         count, hidden = problem.rows, problem.hidden
         targets = picked.gather(flat(problem.labels, count))
         # One op gathers all these values, since launching an op costs more than moving so few values.
@@ -233,17 +259,21 @@ class _Rows(NamedTuple):
         picked.poison_(together[: len(parts) - 3])
         part = iter(together.unbind())
         packed_incoming = incoming.map(lambda _: next(part))
-        if packed_incoming.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
+        checked = tokens is None and problem.shard.ranks is None
+        if packed_incoming.grad_logprob is not None and checked and not hidden.is_cpu:
             # Labels on a GPU are not checked. A label that is no id of the vocabulary gives NaN.
             packed_incoming.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
-        return cls(packed, targets, packed_incoming, picked.temperature(problem))
+        at_ids = None if tokens is None else tokens.gathered(picked)
+        return cls(packed, targets, packed_incoming, picked.temperature(problem), at_ids)
 
     def at(self, place: slice) -> _Rows:
         if place.start == 0 and place.stop == self.targets.shape[0]:  # in most cases one tile has all rows
             return self
         incoming = self.incoming.map(lambda values: values[place])
-        return _Rows(self.hidden[place], self.targets[place], incoming, self.temperature.map_rows(itemgetter(place)))
+        tokens = None if self.tokens is None else AtTokens(*(values[place] for values in self.tokens))
+        temperature = self.temperature.map_rows(itemgetter(place))
+        return _Rows(self.hidden[place], self.targets[place], incoming, temperature, tokens)
 
 
 class Gradients:
@@ -331,6 +361,10 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
             grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.token(tokens.start),
             *part.temperature, gradient.dtype if slope is None else None,
         )  # fmt: skip
+        if part.tokens is not None:
+            token_ids, labels, values = part.tokens
+            to = gradient[strip] if slope is None else logits
+            _op.put_token_gradients_.default(to, token_ids, labels, values, problem.shard.token(tokens.start))
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
     zero_behind_rows_(gradient)

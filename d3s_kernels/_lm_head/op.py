@@ -4,7 +4,7 @@ on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +39,16 @@ def _with_known_labels(values: dict[str, Any]) -> None:
 
 # ---- linear_logprob_entropy -----------------------------------------------------------------------------------------
 
-# The arguments of the schema: the fields of HeadProblem.
-_ARGUMENTS = (
+# The arguments of the schemas: the fields of HeadProblem.
+HEAD = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
-    "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None, "
-    "Tensor? support_ids=None, Tensor? support_offsets=None, bool include_label=False, "
-    "SymInt? max_dense_rows=None, SymInt first_token=0, str? group_name=None"
+    "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None"
+)
+SHARD = "SymInt first_token=0, str? group_name=None"
+_ARGUMENTS = (
+    f"{HEAD}, Tensor? support_ids=None, Tensor? support_offsets=None, bool include_label=False, "
+    f"SymInt? max_dense_rows=None, {SHARD}"
 )
 
 
@@ -100,8 +103,7 @@ def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return backward(problem, incoming, wanted)
 
 
-def _fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    wanted, hidden, weight = arguments[5:8]
+def fake_gradients(wanted: list[bool], hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     results = (hidden, hidden.shape), (weight, weight.shape), (weight, weight.shape[:1])
     return tuple(like.new_empty(shape if want else 0) for (like, shape), want in zip(results, wanted, strict=True))
 
@@ -115,7 +117,7 @@ declare(
     "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor entropy, Tensor row_max, "
     f"Tensor log_sum, bool[3] wanted, {_ARGUMENTS}) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     _backward_kernel,
-    _fake_gradients,
+    lambda *arguments: fake_gradients(*arguments[5:8]),
 )
 
 
@@ -125,9 +127,6 @@ _gradient = Gradient(
 register_gradient("linear_logprob_entropy", _gradient)
 register_no_second_derivative("linear_logprob_entropy_backward")
 refuse_unreadable("linear_logprob_entropy")
-
-
-_linear_logprob_entropy = ops.function_of("linear_logprob_entropy")
 
 
 class AtBackward(NamedTuple):
@@ -149,42 +148,73 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
     the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call the
     functions in ``at_backward``.
     """
-    if at_backward is None:
-        logprob, entropy, _, _ = _linear_logprob_entropy(*arguments_of(problem))
-    else:
-        logprob, entropy, _, _ = _AsksAtBackward.apply(at_backward, *arguments_of(problem))  # type: ignore[no-untyped-call]
+    logprob, entropy, _, _ = _head(at_backward, arguments_of(problem))
     return logprob, entropy
 
 
-class _AsksAtBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, at_backward: AtBackward, *arguments: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = _linear_logprob_entropy(*arguments)
-        _gradient.save(ctx, arguments, results)
+class HeadWithGradient:
+    """An op of the LM head whose backward may call the functions of an :class:`AtBackward`. ``run_backward`` is called
+    with the values of the gradient by name, the wanted gradients, and the tensor to which the weight's gradient is
+    added, or None.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        gradient: Gradient,
+        run_backward: Callable[[dict[str, Any], Wanted, Tensor | None], tuple[Tensor, Tensor, Tensor]],
+    ) -> None:
+        self._op, self._gradient, self._names, self._run = ops.function_of(op), gradient, argument_names(op), run_backward
+
+    def __call__(self, at_backward: AtBackward | None, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        if at_backward is None:
+            results: tuple[Tensor, ...] = self._op(*arguments)
+            return results
+        asked: tuple[Tensor, ...] = _AsksAtBackward.apply(self, at_backward, *arguments)  # type: ignore[no-untyped-call]
+        return asked
+
+    def forward(self, ctx: Any, at_backward: AtBackward, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = self._op(*arguments)
+        self._gradient.save(ctx, arguments, results)
         ctx.at_backward = at_backward
         return results
 
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(self, ctx: Any, incoming: tuple[Tensor | None, ...]) -> Iterator[Tensor | None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "d3s_kernels: the LM head can be differentiated once, not twice; got a backward with create_graph=True"
             )
-        names = argument_names("linear_logprob_entropy")
-        needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
+        needed = dict(zip(self._names, ctx.needs_input_grad[2:], strict=True))
         gradients: dict[str, Tensor] = {}
         if any(grad is not None for grad in incoming):
-            values = _gradient.saved(ctx, ctx.saved_tensors, incoming)
-            problem = problem_of(**{name: values[name] for name in names})
+            values = self._gradient.saved(ctx, ctx.saved_tensors, incoming)
+            into = ctx.at_backward.weight_grad_into() if needed["weight"] else None
             max_grad_rows = ctx.at_backward.max_grad_rows()
             if max_grad_rows is not None:
-                problem = problem._replace(max_grad_rows=max_grad_rows)
-            wanted = Wanted(*(needed[name] for name in INPUTS))
-            into = ctx.at_backward.weight_grad_into() if wanted.weight else None
-            results = backward(problem, Incoming(*(values[name] for name in Incoming._fields)), wanted, into)
+                values["max_grad_rows"] = max_grad_rows
+            results = self._run(values, Wanted(*(needed[name] for name in INPUTS)), into)
             gradients = dict(zip(INPUTS, results, strict=True))
             needed["weight"] &= into is None
-        return None, *(gradients.get(name) if need else None for name, need in needed.items())
+        return (gradients.get(name) if need else None for name, need in needed.items())
+
+
+class _AsksAtBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, head: HeadWithGradient, at_backward: AtBackward, *arguments: Any) -> tuple[Tensor, ...]:
+        ctx.head = head
+        return head.forward(ctx, at_backward, arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.head.backward(ctx, incoming)
+
+
+def _run_backward(values: dict[str, Any], wanted: Wanted, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    problem = problem_of(**{name: values[name] for name in argument_names("linear_logprob_entropy")})
+    return backward(problem, Incoming(*(values[name] for name in Incoming._fields)), wanted, into)
+
+
+_head = HeadWithGradient("linear_logprob_entropy", _gradient, _run_backward)
 
 
 # ---- vocab_parallel_logprob_entropy ---------------------------------------------------------------------------------

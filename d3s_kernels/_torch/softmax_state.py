@@ -75,10 +75,10 @@ def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
     terms = distance.new_empty(2, *distance.shape)
     torch.exp(distance / temperature.unsqueeze(-1), out=terms[0])
     torch.mul(distance.clamp_(min=LOWEST), terms[0], out=terms[1])  # -inf * 0 would be NaN
-    return torch.cat([top.unsqueeze(0), _sum_by_halves_(terms)])
+    return torch.cat([top.unsqueeze(0), sum_by_halves_(terms)])
 
 
-def _sum_by_halves_(values: Tensor) -> Tensor:
+def sum_by_halves_(values: Tensor) -> Tensor:
     """Sums over the last dimension, which must not be empty. The values are overwritten."""
     while (n := values.shape[-1]) > 1:
         values[..., : n // 2] += values[..., n - n // 2 :]
