@@ -1,7 +1,7 @@
 """TRL's distillation from a teacher on a server, with our LM head.
 
 The server sends the teacher's log-probabilities at some ids of each position. TRL computes the student's
-log-probabilities of the whole vocabulary in float32, and gathers the same ids from them.
+log-probabilities of the whole vocabulary, and gathers the same ids from them.
 :func:`d3s_kernels.linear_token_logprobs` computes only these ids, without the logits. TRL still does everything else.
 
 TRL's ``DistillationTrainer`` is not here: it has teacher and student in one process, and compares them at all ids.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -63,8 +62,11 @@ class D3SAsyncDistillationTrainer(AsyncDistillationTrainer):  # type: ignore[mis
         check_head(self.accelerator.unwrap_model(self.model))
 
     def _compute_loss(self, unwrapped_model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        with _loss_of_all_positions(partial(jsd_loss, read_head(unwrapped_model))):
+        trl_async._chunked_jsd_loss = partial(jsd_loss, read_head(unwrapped_model))
+        try:
             loss: Tensor = super()._compute_loss(unwrapped_model, inputs)
+        finally:
+            trl_async._chunked_jsd_loss = _TRLS_LOSS
         return loss
 
 
@@ -77,20 +79,10 @@ def require_known_loss(compute_loss: Callable[..., Any]) -> None:
     function, found = inspect.unwrap(compute_loss), " ".join(inspect.signature(_TRLS_LOSS).parameters)
     code = getattr(function, "__code__", None)
     if code is None or "_chunked_jsd_loss" not in code.co_names or found != _PARAMETERS:
-        name = f"{function.__module__}.{function.__qualname__}"
         raise UnknownTRL(
-            f"{name}: does not call {_TRLS_LOSS.__name__}({', '.join(_PARAMETERS.split())}), which is replaced by a loss "
-            f"with our LM head; it may have the parameters {found}"
+            f"{function.__module__}.{function.__qualname__}: does not call _chunked_jsd_loss({_PARAMETERS}), which is "
+            f"replaced by a loss with our LM head. The function's parameters are {found}"
         )
-
-
-@contextmanager
-def _loss_of_all_positions(loss: Callable[..., Any]) -> Iterator[None]:
-    trl_async._chunked_jsd_loss = loss
-    try:
-        yield
-    finally:
-        trl_async._chunked_jsd_loss = _TRLS_LOSS
 
 
 def jsd_loss(
@@ -125,7 +117,7 @@ def jsd_loss(
         return theirs
     temperature, softcap = without_scale(logit_scale, temperature, final_logit_softcapping)
     found = linear_token_logprobs(
-        hidden, weight, torch.where(candidates, token_ids, -1), bias=bias, temperature=temperature,
+        hidden, weight, token_ids.masked_fill(~candidates, -1), bias=bias, temperature=temperature,
         logit_softcap=softcap, max_grad_rows=len(hidden),
     )  # fmt: skip
     student, teacher = found.logprobs, torch.where(candidates, teacher, -torch.inf)
@@ -188,22 +180,20 @@ class D3SServerDistillationTrainer(ServerDistillationTrainer):  # type: ignore[m
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # TRL calls the model. We call the model's body, within the forward of the wrapper, as DistillationTrainer does.
         unwrapped = self.accelerator.unwrap_model(model)
-        loss = self._forward_redirection(
-            model, unwrapped, self._loss_of_ids, unwrapped, inputs, head, num_items_in_batch
-        )
+        loss_of_ids = partial(self._loss_of_ids, unwrapped, inputs, head, num_items_in_batch)
+        loss = self._forward_redirection(model, unwrapped, loss_of_ids)
         return (loss, None) if return_outputs else loss
 
     def _loss_of_ids(self, body: Any, inputs: dict[str, Any], head: HeadArguments, num_items_in_batch: Any) -> Tensor:
         completions = inputs["completion_mask"].bool()
-        before = inputs["prompt_mask"].new_zeros(inputs["prompt_mask"].shape, dtype=torch.bool)
+        before = torch.zeros_like(inputs["prompt_mask"], dtype=torch.bool)
         in_loss = pad(torch.cat([before, completions], dim=1)[:, 1:], (0, 1))  # a position predicts the next token
 
         def model(input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
             with self.accelerator.autocast():
                 hidden = self._get_last_hidden_state(body, input_ids, attention_mask, input_ids.shape[1] - 1)
-                kind = hidden.device.type
-                dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            return SimpleNamespace(logits=GatheredLogits(pad(hidden, (0, 0, 0, 1)), in_loss, head, dtype))
+                own = _cast_as_under_autocast(head, hidden.device.type)
+            return SimpleNamespace(logits=GatheredLogits(pad(hidden, (0, 0, 0, 1)), in_loss, own))
 
         loss: Tensor = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return loss
@@ -219,8 +209,6 @@ class GatheredLogits:
     in_loss: Tensor
     """bool ``[rows, columns]``: the positions that are computed. At others, all results are 0."""
     head: HeadArguments
-    products: torch.dtype | None
-    """The dtype of the LM head's matrix products; None: that of hidden states and weight."""
     normalized: bool = False
     dtype = torch.float32
 
@@ -231,7 +219,7 @@ class GatheredLogits:
     def __getitem__(self, places: tuple[slice, slice, slice]) -> GatheredLogits:
         rows, columns, ids = places
         if ids != slice(None):
-            raise UnknownTRL(f"compute_loss: TRL's loss reads the logits of the ids {ids}, not only at given ids")
+            raise _unknown(f"reads the logits of the ids {ids}")
         return replace(self, hidden=self.hidden[rows, columns], in_loss=self.in_loss[rows, columns])
 
     def __truediv__(self, temperature: float) -> GatheredLogits:
@@ -240,25 +228,31 @@ class GatheredLogits:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> GatheredLogits:
-        over_ids = args[1:] == () and kwargs["dim"] == -1 if function is log_softmax else False
-        if not over_ids or kwargs.get("dtype") is not None or args[0].normalized:
-            raise UnknownTRL(f"compute_loss: TRL's loss calls {function.__name__}, not only log_softmax, on the logits")
+        known = function is log_softmax and kwargs["dim"] == -1 and kwargs["dtype"] is None
+        if not known or args[0].normalized:
+            raise _unknown(f"calls {function.__name__} with {kwargs}")
         return replace(args[0], normalized=True)
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if dim != -1 or not self.normalized:
-            raise UnknownTRL("compute_loss: TRL's loss gathers something else than log-probabilities at given ids")
-        head, dtype = self.head, self.products
-        hidden, weight, bias = (
-            part if part is None or dtype is None else part.to(dtype)
-            for part in (self.hidden, head["weight"], head["bias"])
-        )
-        return linear_token_logprobs(
-            hidden, weight, index, bias=bias, temperature=head["temperature"], logit_softcap=head["logit_softcap"],
-            mask=self.in_loss,
-        ).logprobs  # fmt: skip
+            raise _unknown(f"gathers logits over dimension {dim}")
+        hidden = self.hidden.to(self.head["weight"].dtype)
+        return linear_token_logprobs(hidden, token_ids=index, mask=self.in_loss, **self.head).logprobs
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnknownTRL(f"compute_loss: TRL's loss reads {name} of the logits, not only log-probabilities at given ids")
+        raise _unknown(f"reads {name} of the logits")
+
+
+def _cast_as_under_autocast(head: HeadArguments, device: str) -> HeadArguments:
+    if not torch.is_autocast_enabled(device):
+        return head
+    dtype, bias = torch.get_autocast_dtype(device), head["bias"]
+    return {**head, "weight": head["weight"].to(dtype), "bias": None if bias is None else bias.to(dtype)}
+
+
+def _unknown(does: str) -> UnknownTRL:
+    return UnknownTRL(
+        f"compute_loss: TRL's loss {does}, instead of only gathering log-probabilities of the last dimension"
+    )
