@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import linear
 
 import d3s_kernels as d3s
-from d3s_kernels._lm_head.products import SIZES, Head, Tiles, whole_vectors
+from d3s_kernels._lm_head.problem import HeadProblem
+from d3s_kernels._lm_head.products import SIZES, Tiles, whole_vectors
 
 from . import inputs, peers
 from .clock import Prepared, Work
@@ -315,12 +316,11 @@ def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
     rows as fit into the workspace.
     """
 
-    def cut(cls: type[Tiles], hidden: torch.Tensor, head: Head, workspace_bytes: int | None) -> Tiles:
-        vocabulary = len(head.weight)
-        elements = (workspace_bytes or SIZES["cuda"].workspace_bytes) // head.logits_dtype.itemsize
+    def cut(cls: type[Tiles], hidden: torch.Tensor, problem: HeadProblem) -> Tiles:
+        vocabulary, dtype = len(problem.weight), problem.logits_dtype
+        elements = (problem.workspace_bytes or SIZES["cuda"].workspace_bytes) // dtype.itemsize
         rows = max(1, min(len(hidden), elements // vocabulary // 128 * 128))
-        length = whole_vectors(vocabulary, head.logits_dtype)
-        room = torch.empty(rows * length, dtype=head.logits_dtype, device=hidden.device)
+        room = torch.empty(rows * whole_vectors(vocabulary, dtype), dtype=dtype, device=hidden.device)
         return cls(len(hidden), vocabulary, rows, vocabulary, room)
 
     with mock.patch.object(Tiles, "cut", classmethod(cut)):

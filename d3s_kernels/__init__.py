@@ -5,9 +5,11 @@ from ._dispatch.build import build_info
 from ._dispatch.faults import synchronize_checks
 from ._lm_head.from_model import lm_head
 from ._lm_head.own_logits import UnsupportedHead
+from ._lm_head.token_logprobs import TokenLogprobs
 from .check.compare import Comparison, Difference, compare
 from .logprobs.logprob_entropy import entropy, linear_logprob_entropy, logprob_entropy
-from .logprobs.token_logprobs import TokenLogprobs, linear_token_logprobs, token_logprobs
+from .logprobs.token_logprobs import linear_token_logprobs, token_logprobs
+from .logprobs.topk_logprobs import TopkLogprobs, linear_topk_logprobs, topk_logprobs
 from .off_policy.importance_ratio import adaptive_clip, entropy_groups, importance_ratio
 from .off_policy.trusted_tokens import TrustedTokens, trusted_tokens
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
@@ -47,6 +49,7 @@ __all__ = [
     "SelectionOptions",
     "TokenLogprobs",
     "TokenSelection",
+    "TopkLogprobs",
     "TrustedTokens",
     "UnsupportedHead",
     "adaptive_clip",
@@ -61,6 +64,7 @@ __all__ = [
     "importance_ratio",
     "linear_logprob_entropy",
     "linear_token_logprobs",
+    "linear_topk_logprobs",
     "lm_head",
     "load_profile",
     "logprob_entropy",
@@ -77,6 +81,7 @@ __all__ = [
     "shared_tokens",
     "synchronize_checks",
     "token_logprobs",
+    "topk_logprobs",
     "topk_mask",
     "trusted_tokens",
     "variance_mass",

@@ -41,20 +41,31 @@ class Ranks(NamedTuple):
         """Gathers one integer from every rank. Returns int64 ``[ranks]``, on the device of ``like``."""
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
+    def gather_whole_numbers(self, *numbers: int) -> list[list[int]]:
+        """Gathers a few integers from every rank, with one collective that the host waits for. The tensors are on the
+        device for messages, so no GPU is waited for if the group has a back-end for CPUs.
+        """
+        everyones: list[list[int]] = self.gather(torch.tensor(numbers, device=self._device_of_messages)).tolist()
+        return everyones
+
+    @property
+    def _device_of_messages(self) -> torch.device:
+        """The device that torch uses to send Python objects in this group: the CPU if the group has a back-end for
+        CPUs, else the device of the group's back-end.
+        """
+        return torch.device(c10d._get_object_coll_device(self.group))
+
     def gather_text(self, text: str) -> list[str]:
         """Gathers one text from every rank, with two collectives that the host waits for: one for the lengths, one for
         the padded UTF-8 bytes. Torch's own collectives for Python objects are not used, since they unpickle data, and
         unpickling may run code.
         """
         message = text.encode()
-        # The device that torch uses to send Python objects in this group: the CPU if the group has a back-end for CPUs,
-        # else the device of the group's back-end.
-        device = torch.device(c10d._get_object_coll_device(self.group))
-        lengths = self.gather(torch.tensor([len(message)], device=device)).view(-1).tolist()
+        lengths = [length for (length,) in self.gather_whole_numbers(len(message))]
         if max(lengths) == 0:
             return [""] * self.size
         padded = torch.frombuffer(bytearray(message.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-        everyones = self.gather(padded.to(device)).cpu()
+        everyones = self.gather(padded.to(self._device_of_messages)).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(everyones, lengths, strict=True)]
 
 

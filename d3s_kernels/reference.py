@@ -202,7 +202,9 @@ def token_logprobs(
     of_tail = torch.logsumexp(tail.masked_fill(empty, 0), -1).masked_fill(empty.squeeze(-1), -math.inf)
     of_tail = of_tail + 0 * row_entropy.detach()  # NaN in a row of NaN, even if all of its ids are given
     of_ids = log_p.gather(-1, ids).masked_fill(none, -math.inf)
-    return TokenLogprobs(of_ids.masked_fill(~mask.unsqueeze(-1), 0), of_tail.masked_fill(~mask, 0), logprob, row_entropy)
+    return TokenLogprobs(
+        of_ids.masked_fill(~mask.unsqueeze(-1), 0), of_tail.masked_fill(~mask, 0), logprob, row_entropy
+    )
 
 
 def linear_token_logprobs(
@@ -234,6 +236,58 @@ def linear_token_logprobs(
             return grad * math.nan if int((grad != 0).any(-1).sum()) > max_grad_rows else grad
 
         logits.register_hook(checked)  # type: ignore[no-untyped-call]
+    return found
+
+
+class TopkLogprobs(NamedTuple):
+    token_ids: Tensor
+    logprobs: Tensor
+    tail_logprob: Tensor
+    entropy: Tensor
+
+
+def topk_logprobs(
+    logits: Tensor, k: int, *, temperature: Temperature = 1.0, mask: Tensor | None = None
+) -> TopkLogprobs:
+    """Returns the ids of the k largest logits of each row, the largest first, and of equal logits the lower id first;
+    their log-probabilities, the log-probability of all other ids together, and the entropy. NaN is not among the
+    largest; where a row has too few numbers, the id is -1.
+    """
+    numbers = logits.detach().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    order = torch.sort(numbers, dim=-1, descending=True, stable=True).indices
+    # NaN is moved behind the row's numbers, some of which may be -inf.
+    order = order.gather(-1, torch.sort(logits.isnan().gather(-1, order).int(), dim=-1, stable=True).indices)
+    ids = order[..., :k].masked_fill(logits.isnan().gather(-1, order[..., :k]), -1)
+    found = token_logprobs(logits, ids, temperature=temperature, mask=mask)
+    undefined = found.entropy.isnan().unsqueeze(-1)
+    if mask is not None:
+        ids = ids.masked_fill(~mask.bool().unsqueeze(-1), -1)
+    logprobs = found.logprobs.masked_fill(undefined, math.nan)
+    return TopkLogprobs(ids.int(), logprobs, found.tail_logprob, found.entropy)
+
+
+def linear_topk_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: Temperature = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    max_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+) -> TopkLogprobs:
+    """Returns topk_logprobs of the logits hidden @ weight.T + bias. If more rows are kept than max_rows, all ids are
+    -1, and all other results NaN.
+    """
+    logits = _head_logits(hidden, weight, bias, logit_softcap)
+    found = topk_logprobs(logits, k, temperature=temperature, mask=mask)
+    rows = logits.shape[:-1].numel() if mask is None else int(mask.sum())
+    if max_rows is not None and rows > max_rows:
+        ids, *floats = found
+        found = TopkLogprobs(torch.full_like(ids, -1), *(result * math.nan for result in floats))
     return found
 
 

@@ -95,6 +95,9 @@ for what, fault, changed in (
 ):
     op = "support_logprob_entropy" if "support_ids" in changed else "logprob_entropy"
     case(f"logprob_entropy, {what}", op, fault, **ROWS | changed)
+for token in (-2, 50, 2**40):
+    ids = {"token_ids": torch.tensor([[0, token], [1, -1], [2, 2], [3, 4]]), "labels": torch.full((4,), -100)}
+    case(f"token_logprobs, id {token}", "token_logprobs", "token_ids", logits=ROWS["logits"], **ids)
 high = {"groups": torch.full((10,), 16, dtype=torch.int8), "offsets": None}
 case("a group", "adaptive_clip", "groups", **WITH_OFFSETS["adaptive_clip"] | high)
 
@@ -142,6 +145,7 @@ GOOD = {
     "temperature_tensor": torch.tensor([1e-15, 1e15, 1, 1]),
     "groups": torch.full((10,), 15, dtype=torch.int8),
     "max_dense_rows": 1,
+    "token_ids": torch.tensor([[0, 49], [1, -1], [2, 2], [3, 4]]),
     **SPANS,
 }
 

@@ -227,8 +227,9 @@ def on_a_rank(ranks: Ranks) -> None:
     hidden = torch.randn(*data["sequences"].shape, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
     found, _ = SKYRL["skyrl_fused_scores"](
-        hidden, weight[own], data["sequences"], data["loss_mask"], data["support"], TEMPERATURE, ranks.rank, ranks.group
-    )
+        hidden, weight[own], data["sequences"], data["loss_mask"], data["support"], TEMPERATURE, ranks.rank,
+        ranks.group, VOCABULARY,
+    )  # fmt: skip
     expected, _ = expected_of_skyrl(hidden @ weight.T / TEMPERATURE, data)
     close(found, expected)
     mine, wanted = (torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, expected))

@@ -153,8 +153,10 @@ def test_the_cuda_library_registers_every_op() -> None:
 
 
 def test_the_doctor_calls_every_op() -> None:
-    """The gradient of the public function is the other op that is composed."""
-    require_all("d3s doctor", calls(8), served_by("kernels", "cpu") | {"linear_logprob_entropy"})
+    """The gradients of the public functions are the other ops that are composed."""
+    heads = {"linear_logprob_entropy", "linear_token_logprobs", "linear_topk_logprobs"}
+    composed = heads | {"token_logprobs", "topk_logprobs"}
+    require_all("d3s doctor", calls(8), served_by("kernels", "cpu") | composed)
 
 
 @pytest.mark.slow_elsewhere("that they would run there")

@@ -276,7 +276,7 @@ def megatron_rank(ranks: Ranks) -> None:
         part = hidden.detach().chunk(parts)[ranks.rank % parts].clone().requires_grad_()
         with installed(TENSOR_PARALLEL):
             logprob, entropy = SNIPPETS["megatron_scores"](
-                part, weight, of_micro_batch, ranks.rank, ranks.group, sequence_parallel=parallel
+                part, weight, of_micro_batch, ranks.rank, ranks.group, sequence_parallel=parallel, vocab_size=len(whole)
             )
         (logprob - entropy + weight.sum()).sum().backward()
         assert weight.grad is None

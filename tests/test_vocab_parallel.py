@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, product
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases.draw import Draw
 from cases.row import Arguments
 from cases.table import FUNCTIONS
@@ -28,15 +30,16 @@ from ranks import SIZES, Ranks, assert_told_apart, on_ranks, world
 from test_head import Head, allowance, random_head
 from test_sampling_masks import random_spans, touched_by
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from traffic import asked
 
 import d3s_kernels as d3s
-from d3s_kernels import reference
+from d3s_kernels import distributed, reference
 from d3s_kernels.check.compare import compare_here
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy as shared_head
 from d3s_kernels.distributed import vocab_parallel_logprob_entropy as shared_logits
+from d3s_kernels.distributed.vocabulary import _shards_of_first_calls
 
 sizes = pytest.mark.parametrize("size", SIZES)
 CPU = torch.device("cpu")
@@ -70,18 +73,19 @@ class Summed(torch.autograd.Function):
         return context.ranks.add_(gradient.float().clone()).to(gradient.dtype), None
 
 
-def shard_of(ranks: Ranks, first: int, last: int, copied: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def shard_of(name: str, ranks: Ranks, first: int, last: int, copied: bool) -> Callable[..., tuple[Tensor, ...]]:
     """The function of one process, computed by all ranks. This one has the tokens from ``first`` to ``last``."""
+    function = getattr(distributed, f"vocab_parallel_{name}")
 
-    def call(labels: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    def call(**given: Any) -> tuple[Tensor, ...]:
         if "logits" in given:
             whole = Summed.apply(given.pop("logits"), ranks)[..., first:last]  # strided and misaligned
-            results = shared_logits(whole.clone() if copied else whole, labels, first, ranks.group, **given)
+            given["logits_shard"] = whole.clone() if copied else whole
         else:
             names = [name for name in ("weight", "bias") if given.get(name) is not None]
             given |= {name: Summed.apply(given[name], ranks)[first:last] for name in names}
-            own = given.pop("hidden"), given.pop("weight"), labels, first, ranks.group
-            results = shared_head(*own, **given)
+            given["weight_shard"] = given.pop("weight")
+        results = function(**given, vocab_start=first, process_group=ranks.group)
         assert_alike(ranks, *results)
         return results
 
@@ -94,7 +98,7 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
         given = FUNCTIONS[name].draw(draw)
         vocabulary = given["logits"].shape[-1] if "logits" in given else len(given["weight"])
         edges = [0, *accumulate(draw.parts(vocabulary, ranks.size))]
-        sharded = shard_of(ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())
+        sharded = shard_of(name, ranks, edges[ranks.rank], edges[ranks.rank + 1], draw.flag())
         try:
             found = compare_here(FUNCTIONS[name], sharded, given, CPU, "cpu")
         except Exception as error:
@@ -104,7 +108,9 @@ def as_one_process(ranks: Ranks, name: str, seeds: list[int]) -> None:
 
 
 @sizes
-@pytest.mark.parametrize("name", ["logprob_entropy", "linear_logprob_entropy"])
+@pytest.mark.parametrize(
+    "name", ["logprob_entropy", "linear_logprob_entropy", "token_logprobs", "linear_token_logprobs"]
+)
 def test_shards_give_what_one_process_gives(name: str, size: int) -> None:
     world(size).run(as_one_process, name, torch.randint(2**31, (SEEDS,)).tolist())
 
@@ -353,7 +359,7 @@ def dtensors_that_are_refused(ranks: Ranks) -> None:
     place = ranks.rank % 2
     uneven, longer = of_five_tokens(3 - place), of_five_tokens(2 + place)
     assert uneven.to_local().shape[1] == 3 - place
-    shared_logits(uneven, labels)
+    shared_logits(uneven, labels, vocab_size=5)
     part = f"logits_shard: got a DTensor with {2 + place} of 5 tokens on rank {place} of 2; "
     got, one_of_each = "got a DTensor with placements", cut(labels, Replicate(), Shard(0))
     cuts = "takes Shard({}), which cuts the vocabulary, on one dimension of the mesh, and Replicate{} on the others"
@@ -371,6 +377,11 @@ def dtensors_that_are_refused(ranks: Ranks) -> None:
         (lambda: shared_head(hidden, cut(weight, *twice), labels), f"weight_shard: {got} {twice}; ", of_head),
         (lambda: shared_head(hidden, cut(weight, *mixed), labels), f"weight_shard: {got} {mixed}; ", of_head),
         (lambda: shared_head(hidden, head, labels, bias=bias), f"bias: {got}", as_weight),
+        (
+            lambda: shared_logits(uneven, labels, vocab_size=6),
+            "vocab_size: got 6; ",
+            "5, as the DTensor logits_shard has",
+        ),
         (lambda: shared_logits(longer, labels), part, f"cut evenly, {3 - place} tokens there"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(begin)}.*{re.escape(end)}$"):
@@ -404,6 +415,8 @@ BAD_LOGITS: list[tuple[dict[str, Any], str]] = [
     ({"logits_shard": [1.0]}, "TypeError: logits_shard: got list; takes a tensor"),
     ({"vocab_start": -3}, "ValueError: vocab_start: got -3; takes at least 0"),
     ({"vocab_start": 1.5}, "TypeError: vocab_start: got 1.5; takes a whole number"),
+    ({"vocab_size": 0}, "ValueError: vocab_size: got 0; takes at least 1"),
+    ({"vocab_size": 2.5}, "TypeError: vocab_size: got 2.5; takes a whole number"),
     ({"labels": torch.tensor([0, -5, 1, 2])}, "ValueError: labels: got -5 at row 1"),
     ({"temperature": torch.ones(3)}, "ValueError: temperature: got shape [3]"),
 ]
@@ -440,6 +453,7 @@ DIFFERENT: list[tuple[bool, dict[str, Any], dict[str, Any], str]] = [
     (False, {}, {"vocab_start": 9}, TOKENS.format(0, 10, 9, 19)),
     (False, {}, {"vocab_start": 11}, TOKENS.format(0, 10, 11, 21)),
     (False, {"vocab_start": 2}, {"vocab_start": 12}, TOKENS.format(2, 12, 12, 22)),
+    (False, {"vocab_size": 20}, {}, "vocab_size: got 20 on rank 0 and None on rank 1; takes the same"),
     (True, {}, {"hidden": LEAF}, "a gradient of hidden: got False on rank 0 and True"),
     (True, {}, {"max_grad_rows": 2}, "max_grad_rows: got None on rank 0 and 2 on rank 1"),
     (True, {}, {"logit_softcap": 2.0}, "logit_softcap: got None on rank 0 and 2.0 on rank 1"),
@@ -454,7 +468,7 @@ def test_what_all_refuse_when_asked(head: bool, first: dict, second: dict, said:
 
 
 @sizes
-def test_tokens_of_nobody_are_refused_when_asked(size: int) -> None:
+def test_tokens_of_nobody_are_refused_if_the_vocabulary_is_known(size: int) -> None:
     tokens = 10 * size
     for token in (tokens - 1, tokens):
         labels = {"labels": torch.tensor([0, 1, token, -100])}
@@ -465,8 +479,9 @@ def test_tokens_of_nobody_are_refused_when_asked(size: int) -> None:
             (True, labels, takes),
             (False, {"sampling_mask": kept}, f"sampling_mask: got id {token}; takes tokens in [0, {tokens})"),
         ):
-            for error in world(size).outcomes(call_with, head, [changed] * size, D3S_KERNELS_CHECK="1"):
-                assert error is None if token < tokens else str(error).startswith(said), error
+            for given, environment in ((changed, {"D3S_KERNELS_CHECK": "1"}), (changed | {"vocab_size": tokens}, {})):
+                for error in world(size).outcomes(call_with, head, [given] * size, **environment):
+                    assert error is None if token < tokens else str(error).startswith(said), error
 
 
 @on_ranks(3, D3S_KERNELS_CHECK="1")
@@ -475,8 +490,125 @@ def shards_in_any_order(ranks: Ranks) -> None:
     torch.manual_seed(9)
     logits, labels = torch.randn(5, 30), torch.arange(5) * 6
     first, last = [(20, 30), (0, 20), (7, 7)][ranks.rank]
-    found = shared_logits(logits[:, first:last], labels, first, ranks.group)
-    torch.testing.assert_close(found, d3s.logprob_entropy(logits, labels), rtol=1e-6, atol=1e-5)
+    own, group = logits[:, first:last], dist.new_group()
+    for place in (first, first + (first == last)):
+        found = shared_logits(own, labels, place, group, vocab_size=30)
+        torch.testing.assert_close(found, d3s.logprob_entropy(logits, labels), rtol=1e-6, atol=1e-5)
+
+
+# ---- the size of the vocabulary --------------------------------------------------------------------------------------
+
+
+def new_group(_: Ranks) -> dist.ProcessGroup:
+    """A group without earlier calls."""
+    group = dist.new_group()
+    assert group is not None
+    return group
+
+
+def after_all_twenty(ranks: Ranks) -> int:
+    return 20 * ranks.rank
+
+
+WHOLE_LOGITS, WHOLE_WEIGHT = {"logits_shard": torch.zeros(4, 20)}, {"weight_shard": torch.zeros(20, 6)}
+
+
+@pytest.mark.parametrize("checked", ["0", "1"])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("wrong", [(0, 1), (0,), (1,)])
+def test_the_whole_vocabulary_in_place_of_a_shard(wrong: tuple[int, ...], head: bool, checked: str) -> None:
+    """Megatron-LM#7452: with the place of the whole, the shards follow one another; with the place of the shard, they
+    overlap. Both ranks say what both have, also if only one of them is wrong.
+    """
+    name, whole = ("weight_shard", WHOLE_WEIGHT) if head else ("logits_shard", WHOLE_LOGITS)
+    good = {"vocab_size": 20, "process_group": new_group}
+    for place in ({"vocab_start": after_all_twenty}, {}):
+        starts = [rank * (20 if rank in wrong and place else 10) for rank in (0, 1)]
+        ends = [start + (20 if rank in wrong else 10) for rank, start in enumerate(starts)]
+        shards = f"[{starts[0]}, {ends[0]}) on rank 0, [{starts[1]}, {ends[1]}) on rank 1"
+        said = f"{name}: got tokens {shards}; takes this rank's shard of the 20 tokens of vocab_size, not all"
+        each = [good | (whole | place if rank in wrong else {}) for rank in (0, 1)]
+        for error in world(2).outcomes(call_with, head, each, D3S_KERNELS_CHECK=checked):
+            assert (type(error), str(error)) == (ValueError, said)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({}, {"vocab_start": 11}, "vocab_start: got tokens [0, 10) on rank 0, [11, 21) on rank 1; takes shards that"),
+        (
+            {"vocab_size": 18},
+            {"vocab_size": 18},
+            "vocab_size: got 18 with tokens [0, 10) on rank 0, [10, 20) on rank 1; ",
+        ),
+        ({}, {"vocab_size": 21}, "vocab_size: got 20 on rank 0 and 21 on rank 1; takes the same on all ranks"),
+    ],
+)
+def test_shards_of_another_vocabulary(first: dict, second: dict, said: str) -> None:
+    """All ranks refuse it in the same words, although they are not asked to exchange their arguments."""
+    each = [{"vocab_size": 20, "process_group": new_group} | changed for changed in (first, second)]
+    one, other = world(2).outcomes(call_with, False, each)
+    assert (type(one), str(one)) == (type(other), str(other))
+    assert isinstance(one, ValueError)
+    assert str(one).startswith(said)
+
+
+@on_ranks(*SIZES)
+def shards_are_gathered_once(ranks: Ranks) -> None:
+    """By the first call with a group and a size: whichever function it is, and however the group is given."""
+    torch.manual_seed(12)
+    rows, group = 5, new_group(ranks)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    gathered = ("all_gather", (3,), torch.int64)
+    states = ("all_gather", (4 * rows,), torch.float32)
+    labels, hidden = torch.arange(rows), torch.randn(rows, 6)
+    for tokens in (10, 8):
+        logits, weight = torch.randn(rows, tokens), torch.randn(tokens, 6)
+        place, size = tokens * ranks.rank, {"vocab_size": tokens * ranks.size}
+        expected = shared_logits(logits, labels, place, group)
+        with asked() as told:
+            found = shared_logits(logits, labels, place, group, **size)
+            shared_head(hidden, weight, labels, place, mesh, **size)
+            shared_logits(logits, labels, place, mesh, **size)
+            shared_head(hidden, weight, labels, place, group)
+        assert told == [gathered, *[states] * 4]
+        assert_same(found, expected)
+        with asked() as told:
+            shared_logits(DTensor.from_local(logits, mesh, [Shard(1)]), labels, **size)
+            shared_logits(logits, labels, place, new_group(ranks), **size)
+        assert told == [states, gathered, states]
+        whole = torch.randn(rows, tokens * ranks.size)
+        for given, start, name in ((logits, place + 1, "vocab_start"), (whole, place, "logits_shard")):
+            got = rf"got tokens \[{start}, {start + given.shape[1]}\) on rank {ranks.rank}"
+            takes = rf"takes \[{place}, {place + tokens}\), as in the first call"
+            with asked() as told, pytest.raises(ValueError, match=f"^{name}: {got}; {takes}"):
+                shared_logits(given, labels, start, group, **size)
+            assert told == []
+
+
+@on_ranks(2)
+def a_group_that_ends_is_forgotten(ranks: Ranks) -> None:
+    """The next group with its name may have other shards."""
+    known = len(_shards_of_first_calls)
+    for tokens in (3, 7):
+        group, first, last = new_group(ranks), *((0, tokens) if ranks.rank == 0 else (tokens, 10))
+        shared_logits(torch.zeros(4, last - first), FIRST, first, group, vocab_size=10)
+        assert len(_shards_of_first_calls) == known + 1
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert len(_shards_of_first_calls) == known
+
+
+@on_ranks(2)
+def padding_counts_as_tokens(ranks: Ranks) -> None:
+    """17 tokens, padded to 20: a label in the padding has no probability, and one beyond it is refused."""
+    torch.manual_seed(13)
+    whole = torch.randn(3, 20).index_fill(1, torch.arange(17, 20), -INF)
+    own = whole[:, 10 * ranks.rank : 10 * ranks.rank + 10]
+    for labels in (torch.tensor([0, 16, -100]), torch.tensor([0, 17, 19])):
+        found = shared_logits(own, labels, 10 * ranks.rank, new_group(ranks), vocab_size=20)
+        torch.testing.assert_close(found, d3s.logprob_entropy(whole, labels), rtol=1e-6, atol=1e-5)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
@@ -488,7 +620,7 @@ def compiled(ranks: Ranks, backend: str) -> None:
     place = 15 * ranks.rank, ranks.group
 
     def loss(logits: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, heat: float) -> Tensor:
-        options = {"temperature": heat, "mask": mask}
+        options = {"temperature": heat, "mask": mask, "vocab_size": 15 * ranks.size}
         logprob, entropy = shared_logits(2 * logits, labels, *place, **options)
         head, _ = shared_head(2 * hidden, weight, labels, *place, max_grad_rows=50, **options)
         return (head.exp() * logprob - 0.1 * entropy).sum()
@@ -504,6 +636,24 @@ def compiled(ranks: Ranks, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor", shows="that Inductor's code is right")])
 def test_a_loss_compiles_whole(backend: str) -> None:
     world(2).run(compiled, backend)
+
+
+@on_ranks(2)
+def what_a_graph_refuses(ranks: Ranks) -> None:
+    """A rank that traces a graph looks at its own shard alone. What raises after a graph break also gathers nothing."""
+    labels, group = torch.arange(4), new_group(ranks)
+
+    def loss(logits: Tensor, start: int) -> Tensor:
+        return shared_logits(2 * logits, labels, start, group, vocab_size=20)[0].sum()
+
+    for fullgraph, error in ((False, ValueError), (True, torch._dynamo.exc.Unsupported)):
+        torch._dynamo.reset()
+        graph = torch.compile(loss, backend="eager", fullgraph=fullgraph)
+        for start in (20 * ranks.rank, 10 * ranks.rank):
+            with asked() as told, pytest.raises(error, match="logits_shard: got tokens" if not fullgraph else None):
+                graph(torch.randn(4, 20), start)
+            assert told == []
+        graph(torch.randn(4, 10), 10 * ranks.rank)
 
 
 @on_ranks(2)

@@ -119,6 +119,25 @@ inline float max_lanes(Floats v) {
   return fold_lanes(v, [](Floats a, Floats b) { return max_number(a, b); });
 }
 
+// Returns a number whose bit i says whether lane i of `values` is at least `lowest`. NaN is not.
+inline uint32_t lanes_from(Floats values, Floats lowest) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)values, (__m512)lowest, _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps((__m256)values, (__m256)lowest, _CMP_GE_OQ)));
+#elif defined(__SSE2__)
+  return static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpge_ps((__m128)values, (__m128)lowest)));
+#else
+  const Words at_least = (Words)(values >= lowest);
+#if defined(D3S_NEON)
+  if (vmaxvq_u32((uint32x4_t)at_least) == 0) return 0;
+#endif
+  uint32_t lanes = 0;
+  for (int i = 0; i < kLanes; ++i) lanes |= (at_least[i] & 1u) << i;
+  return lanes;
+#endif
+}
+
 // ---- load_pair and store_pair load and store 2 * kLanes elements of a type, as floats. The order of the lanes depends
 // on the type, but is the same for load_pair and store_pair.
 struct FloatPair {

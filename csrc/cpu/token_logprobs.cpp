@@ -19,10 +19,9 @@ class TailSlices {
   TailSlices(const LogitsRows& rows, const TokenIds& ids, float* taken) : rows_(rows), ids_(ids), taken_(taken) {}
 
   SoftmaxSums operator()(int64_t row, const T* logits, int64_t begin, int64_t n, float scale, const T* next) {
-    const int64_t first = rows_.first_token + begin;
     const T* slice = logits + begin;
     for (int64_t i = 0; i < ids_.width; ++i) {
-      const int64_t place = ids_.at(row, i) - first;
+      const int64_t place = rows_.column(ids_.at(row, i)) - begin;
       if (place < 0 || place >= n) continue;
       if (slice != copy_) {
         memcpy(copy_, slice, n * sizeof(T));
@@ -152,19 +151,17 @@ void token_gradients(const TokenGradients& given, int64_t rows, const TokenGradi
   });
 }
 
-void put_token_gradients(const TokenIds& ids, const Labels& labels, const float* values, int64_t first_token,
-                         const GradientOutput& out, Device&) {
-  dispatch_float(out.type, [&](auto tag) {
+void put_token_gradients(const LogitsRows& rows, const TokenIds& ids, const float* values, void* gradient, Device&) {
+  dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    for (int64_t row = 0; row < out.layout.count; ++row) {
-      T* gradient = static_cast<T*>(out.gradient) + out.layout.offset(row);
+    for (int64_t row = 0; row < rows.layout.count; ++row) {
+      T* to = static_cast<T*>(gradient) + rows.layout.offset(row);
       const float* value = values + row * (ids.width + 1);
       const auto put = [&](int64_t id, float number) {
-        const int64_t column = id - first_token;
-        if (id >= 0 && column >= 0 && column < out.layout.columns) gradient[column] = from_float<T>(number);
+        if (id >= 0 && rows.column(id) >= 0) to[rows.column(id)] = from_float<T>(number);
       };
       for (int64_t i = 0; i < ids.width; ++i) put(ids.at(row, i), value[i]);
-      put(labels[row], value[ids.width]);
+      put(rows.labels[row], value[ids.width]);
     }
   });
 }

@@ -7,6 +7,7 @@
 #include "simd_level.h"
 #include "softmax_rows.h"
 #include "support_product_loops.h"
+#include "topk_loops.h"
 #include "wide_product.h"
 
 #define D3S_DECLARE(level, table)                                       \
@@ -31,6 +32,7 @@ D3S_PICK(SoftmaxRows, softmax_rows, D3S_LEVELS)
 D3S_PICK(SupportProducts, support_products, D3S_LEVELS)
 D3S_PICK(RatioLoops, ratio_loops, D3S_LEVELS)
 D3S_PICK(OrderKeyLoops, order_key_loops, D3S_LEVELS)
+D3S_PICK(TopkLoops, topk_loops, D3S_LEVELS)
 D3S_PICK(WideProduct, wide_product, D3S_ALL_LEVELS)
 
 }  // namespace d3s

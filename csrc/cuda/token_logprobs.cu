@@ -140,15 +140,14 @@ __global__ void __launch_bounds__(kRowThreads) gradient_rows(const __grid_consta
 // Equal ids of a row have equal values, so it does not matter which of them is written last.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads)
-    put_values(const __grid_constant__ TokenIds ids, const __grid_constant__ Labels labels, const float* values,
-               int64_t first_token, T* out, const __grid_constant__ RowLayout layout) {
+    put_values(const __grid_constant__ LogitsRows rows, const __grid_constant__ TokenIds ids, const float* values,
+               T* gradient) {
   const int64_t row = row_of_warp();
-  if (row >= layout.count) return;
-  T* gradient = out + layout.offset(row);
+  if (row >= rows.layout.count) return;
+  T* to = gradient + rows.layout.offset(row);
   for (int64_t i = threadIdx.x % kWarp; i <= ids.width; i += kWarp) {
-    const int64_t id = i < ids.width ? ids.at(row, i) : labels[row], column = id - first_token;
-    if (id >= 0 && column >= 0 && column < layout.columns)
-      gradient[column] = from_float<T>(values[row * (ids.width + 1) + i]);
+    const int64_t id = i < ids.width ? ids.at(row, i) : rows.labels[row], column = rows.column(id);
+    if (id >= 0 && column >= 0) to[column] = from_float<T>(values[row * (ids.width + 1) + i]);
   }
 }
 
@@ -184,12 +183,12 @@ void token_gradients(const TokenGradients& given, int64_t rows, const TokenGradi
          outputs);
 }
 
-void put_token_gradients(const TokenIds& ids, const Labels& labels, const float* values, int64_t first_token,
-                         const GradientOutput& out, Device& device) {
-  dispatch_float(out.type, [&](auto tag) {
+void put_token_gradients(const LogitsRows& rows, const TokenIds& ids, const float* values, void* gradient,
+                         Device& device) {
+  dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch("put_token_gradients_", put_values<T>, ceil_div(out.layout.count, kRowsOfBlock), kRowThreads, 0, device, ids,
-           labels, values, first_token, static_cast<T*>(out.gradient), out.layout);
+    launch("put_token_gradients_", put_values<T>, ceil_div(rows.layout.count, kRowsOfBlock), kRowThreads, 0, device,
+           rows, ids, values, static_cast<T*>(gradient));
   });
 }
 

@@ -64,6 +64,11 @@ class RowReader {
     return shifted(load_cached(p), load_cached(p + 1), shift_);
   }
 
+  // Like whole(), for a vector that the block reads again soon.
+  __device__ uint4 kept(int i) const {
+    return kAligned ? load_cached(reinterpret_cast<const uint4*>(row_ + i)) : whole(i);
+  }
+
   // Like whole(), but also near the ends of the row. There, elements are read one by one, and are -inf past the end.
   __device__ uint4 edge(int i) const {
     if (inside(i, kPerVector<T>)) return whole(i);

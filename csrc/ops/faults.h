@@ -17,6 +17,7 @@ enum class PublicOp {
   kLogprobEntropy,
   kLinearLogprobEntropy,
   kTokenLogprobs,
+  kTopkLogprobs,
   kTopkMask,
   kSelectTokens,
   kSelectTokensFromLogits,

@@ -64,6 +64,7 @@ struct LogitsRows {
     const int64_t column = token - first_token;
     return column >= 0 && column < layout.columns ? column : -1;
   }
+  D3S_HOST_DEVICE int64_t id(int64_t column) const { return first_token + column; }
 };
 
 struct RowOutputs {  // each pointer is null, or has one float for each row

@@ -144,8 +144,7 @@ void put_token_gradients_(const Tensor& gradient, const Tensor& token_ids, const
   const TokenIds ids = token_ids_of(token_ids, count, nullptr, gradient, owner);
   require_matrix("values", values, count, ids.width + 1, gradient);
   TorchDevice device(gradient);
-  put_token_gradients(ids, argument.rows.labels, data<float>(values), argument.rows.first_token,
-                      {gradient.mutable_data_ptr(), argument.rows.type, argument.rows.layout}, device);
+  put_token_gradients(argument.rows, ids, data<float>(values), gradient.mutable_data_ptr(), device);
 }
 
 }  // namespace

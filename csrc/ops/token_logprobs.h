@@ -125,9 +125,9 @@ void finish_tokens(const RowStates& tails, const TakenLogits& taken, const Token
 
 void token_gradients(const TokenGradients& given, int64_t rows, const TokenGradientOutputs& outputs, Device& device);
 
-// Writes the values at the given ids and labels that have a column to `out`, whose columns are ids from `first_token`
-// on.
-void put_token_gradients(const TokenIds& ids, const Labels& labels, const float* values, int64_t first_token,
-                         const GradientOutput& out, Device& device);
+// Writes the values at the given ids and labels of a tile to the gradient of the tile. `rows` has the places of the
+// gradient in place of logits.
+void put_token_gradients(const LogitsRows& rows, const TokenIds& ids, const float* values, void* gradient,
+                         Device& device);
 
 }  // namespace d3s

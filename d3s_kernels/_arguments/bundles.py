@@ -111,10 +111,22 @@ class Tile(NamedTuple):
     def column(self, tokens: Tensor) -> Tensor:
         return tokens - (self.first_token or 0)
 
+    def token(self, column: int) -> int:
+        return (self.first_token or 0) + column
+
+
+class ShardArguments(NamedTuple):
+    """The arguments of an op for a vocabulary shard: the shard's first id, and the name of the process group whose
+    ranks share the vocabulary. Without a group, the shard is the whole vocabulary.
+    """
+
+    first_token: int = 0
+    group_name: str | None = None
+
 
 NOTHING, ONE, NO_SUPPORTS = NumberOrTensor(), NumberOrTensor(1.0), OptionalSupports()
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
-ALL_TOKENS = Tile()
+ALL_TOKENS, NO_GROUP = Tile(), ShardArguments()
 
 
 def of_schema(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +171,7 @@ def _made_of(name: str, parameter: Parameter) -> tuple[Callable[..., Any] | None
         return SupportArguments, {**required, "include_label": False}
     if isinstance(default, NumberOrTensor):
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
-    if isinstance(default, (SegmentArguments, Tile)):
+    if isinstance(default, (SegmentArguments, Tile, ShardArguments)):
         return type(default), default._asdict()
     if isinstance(default, OptionalSupports):
         names = "support_ids", "support_offsets", "include_label", "max_dense_rows"

@@ -38,6 +38,7 @@ PUBLIC_OPS = (  # in the order of PublicOp in csrc/ops/faults.h
     "logprob_entropy",
     "linear_logprob_entropy",
     "token_logprobs",
+    "topk_logprobs",
     "topk_mask",
     "select_tokens",
     "select_tokens_from_logits",
@@ -209,8 +210,9 @@ def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         yield "groups", (groups >= 16).any()
     if (temperature := tensors.get("temperature_tensor")) is not None:
         yield "temperature", ~((temperature > 0.999e-15) & (temperature < 1.001e15)).all()
-    if arguments.get("first_token") is not None:
-        return  # a shard: the size of the vocabulary is unknown
+    # For a tile or a shard, the size of the vocabulary is unknown. An op that takes a group gets a shard only with one.
+    if arguments.get("group_name" if "group_name" in arguments else "first_token") is not None:
+        return
     if "weight" in arguments:
         vocabulary = arguments["weight"].shape[0]
     elif "logits" in arguments:
@@ -219,6 +221,8 @@ def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         return
     if (labels := tensors.get("labels")) is not None:
         yield "labels", ((labels != -100) & ((labels < 0) | (labels >= vocabulary))).any()
+    if (token_ids := tensors.get("token_ids")) is not None:
+        yield "token_ids", ((token_ids < -1) | (token_ids >= vocabulary)).any()
     if (ids := tensors.get("support_ids")) is not None:
         cuts = tensors["support_offsets"]
         bad_cuts = (cuts[0] != 0) | (cuts.diff() < 0).any() | (cuts[-1] > len(ids))

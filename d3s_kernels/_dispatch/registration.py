@@ -159,6 +159,13 @@ def register_no_second_derivative(op: str) -> None:
     torch.library.register_autograd(f"d3s_kernels::{op}", refuse)
 
 
+def register_no_gradient(op: str) -> None:
+    """Says that no result of the op has a gradient. Without this, torch would attach a "not implemented" node to the
+    results.
+    """
+    _library.impl(op, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+
+
 # ---- layouts that no kernel reads: sparse, quantised, nested ---------------------------------------------------------
 
 _LAYOUTS = ("Sparse", "SparseCsr", "Quantized", "NestedTensor")
@@ -189,5 +196,5 @@ for _name in COMPILED:
     refuse_unreadable(_name)
     if _name.endswith("_backward"):
         register_no_second_derivative(_name)
-    elif _name not in EAGER:  # has no gradient; without this, torch would attach a "not implemented" node to outputs
-        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+    elif _name not in EAGER:
+        register_no_gradient(_name)

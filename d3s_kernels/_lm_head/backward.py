@@ -333,7 +333,7 @@ class Gradients:
 
 
 def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
+    tiles = Tiles.cut(rows.hidden, problem)
     gradients = Gradients(rows.hidden, head, tiles, wanted)
     # The outer loop is over slabs, so that the gradient of a slab is complete after the inner loop.
     for tokens in tiles.token_slices():

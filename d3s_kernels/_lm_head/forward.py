@@ -16,7 +16,7 @@ from torch import Tensor
 from .._arguments.bundles import NO_SUPPORTS, NumberOrTensor
 from .._dispatch.registration import new_row_statistics
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, without_autocast
+from .products import Head, tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -64,6 +64,30 @@ class Picked(NamedTuple):
 
     def poison_(self, values: Tensor) -> Tensor:
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
+
+
+class PackedRows(NamedTuple):
+    """The rows that a problem's mask keeps."""
+
+    picked: Picked | None  # None: all rows
+    hidden: Tensor  # [rows, H]
+    temperature: NumberOrTensor
+
+    @classmethod
+    def of(cls, problem: HeadProblem) -> PackedRows | None:
+        """Packs the rows. Returns None if the host knows that there are more rows than ``max_rows``."""
+        count, mask, bound, hidden = problem.rows, problem.mask, problem.max_rows, problem.hidden
+        if mask is None:
+            rows = hidden.reshape(count, hidden.shape[-1])
+            return None if bound is not None and count > bound else cls(None, rows, problem.flat_temperature)
+        picked = Picked.where(mask.reshape(count), bound)
+        return cls(picked, picked.gather(hidden.reshape(count, hidden.shape[-1])), picked.temperature(problem))
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values if self.picked is None else self.picked.gather(values)
+
+    def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
+        return values if self.picked is None else self.picked.scatter(values, rows)
 
 
 # ---- rows with a support. Support logits are one logit for each id, then one logit for each row's label. -------------
@@ -195,25 +219,12 @@ def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 @without_autocast
 def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
-    hidden, mask, count, shape = problem.hidden, problem.mask, problem.rows, problem.labels.shape
-    if mask is None and problem.max_rows is not None and count > problem.max_rows:
-        return tuple(hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
-    picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
-    rows, targets = hidden.reshape(count, hidden.shape[-1]), problem.labels.reshape(count)
-    if picked is not None:
-        rows, targets = picked.gather(rows), picked.gather(targets)
-    temperature = problem.flat_temperature if picked is None else picked.temperature(problem)
-
-    head = Head.of(problem)
-    tiles = Tiles.cut(rows, head, problem.workspace_bytes)
-    state = no_logits(len(rows), rows)
-    for r in tiles.row_slices():
-        for t in tiles.token_slices():
-            logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.softmax_state_.default(
-                state[r], logits, targets[r], problem.shard.token(t.start), *temperature.map_rows(itemgetter(r))
-            )
-    outputs = finished(problem.shard, state, targets, None, temperature)
-    if picked is not None:
-        outputs = picked.scatter(outputs, count)
+    count, shape, rows = problem.rows, problem.labels.shape, PackedRows.of(problem)
+    if rows is None:
+        return tuple(problem.hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
+    targets, temperature = rows.gather(problem.labels.reshape(count)), rows.temperature
+    state = no_logits(len(targets), rows.hidden)
+    for r, first, logits in tiles_of_logits(problem, rows.hidden):
+        _op.softmax_state_.default(state[r], logits, targets[r], first, *temperature.map_rows(itemgetter(r)))
+    outputs = rows.scatter(finished(problem.shard, state, targets, None, temperature), count)
     return tuple(output.view(shape) for output in outputs)

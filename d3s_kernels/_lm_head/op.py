@@ -81,13 +81,17 @@ def problem_of(
     )  # fmt: skip
 
 
-def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
-    """Returns the arguments of the op's schema, in the schema's order. :func:`problem_of` is the inverse."""
+def head_arguments(problem: HeadProblem) -> tuple[Any, ...]:
+    """Returns the arguments of ``HEAD``, in the schema's order."""
     return (
         problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
         problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,
-        *problem.supports, problem.shard.first_token, problem.shard.group_name,
     )  # fmt: skip
+
+
+def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
+    """Returns the arguments of the op's schema, in the schema's order. :func:`problem_of` is the inverse."""
+    return *head_arguments(problem), *problem.supports, *problem.shard.arguments
 
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
@@ -164,7 +168,12 @@ class HeadWithGradient:
         gradient: Gradient,
         run_backward: Callable[[dict[str, Any], Wanted, Tensor | None], tuple[Tensor, Tensor, Tensor]],
     ) -> None:
-        self._op, self._gradient, self._names, self._run = ops.function_of(op), gradient, argument_names(op), run_backward
+        self._op, self._gradient, self._names, self._run = (
+            ops.function_of(op),
+            gradient,
+            argument_names(op),
+            run_backward,
+        )
 
     def __call__(self, at_backward: AtBackward | None, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if at_backward is None:

@@ -8,12 +8,12 @@ tensors and numbers, so ``op.py`` converts the problem to the op's arguments, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SUPPORTS, ONE, NumberOrTensor, OptionalSupports
+from .._arguments.bundles import NO_GROUP, NO_SUPPORTS, ONE, NumberOrTensor, OptionalSupports, ShardArguments
 from .._arguments.checks import (
     checked_mask,
     is_known,
@@ -53,8 +53,9 @@ class Shard(NamedTuple):
         return cls(first_token, ranks_named(group_name))
 
     @property
-    def group_name(self) -> str | None:
-        return None if self.ranks is None else self.ranks.group.group_name
+    def arguments(self) -> ShardArguments:
+        """The arguments of an op for this shard. :meth:`of` is the inverse."""
+        return NO_GROUP if self.ranks is None else ShardArguments(self.first_token, self.ranks.group.group_name)
 
     @property
     def tile_start(self) -> int | None:
@@ -208,6 +209,29 @@ class HeadProblem(NamedTuple):
         ops.check("support_rows", logits, ids, offsets, most_dense, self.mask)
         tile_start, supports = self.shard.tile_start, self.supports.required
         ops.check("support_softmax_state_", state, logits, self.labels, *supports, tile_start, *ONE, self.mask)
+
+    def require_ready(self) -> None:
+        """Makes the checks after which a rank may wait for others. While a graph is traced, values are unknown, and
+        torch checks shapes.
+        """
+        if torch.compiler.is_compiling():
+            return
+        self.check()
+        self.require_memory()
+        # A rank without ids runs no kernel that checks the temperature.
+        state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+        ops.check("softmax_state_finish", state, *self.flat_temperature)
+
+    def alike(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks of a shard, by the names of public functions."""
+        number, tensor = self.temperature
+        return {
+            "hidden": (list(self.hidden.shape), str(self.hidden.dtype)),
+            "a gradient of hidden": torch.is_grad_enabled() and self.hidden.requires_grad,
+            "labels": self.labels, "temperature": number if tensor is None else tensor,
+            "logit_softcap": self.logit_softcap, "mask": self.mask, "max_rows": self.max_rows,
+            "max_grad_rows": self.max_grad_rows, "logits_dtype": str(self.logits_dtype),
+        }  # fmt: skip
 
     def require_memory(self) -> None:
         """Refuses a parameter whose memory has been freed; FSDP, for example, frees it after a module's forward.

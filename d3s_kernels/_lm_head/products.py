@@ -211,11 +211,12 @@ class Tiles(NamedTuple):
     buffer: Tensor
 
     @classmethod
-    def cut(cls, hidden: Tensor, head: Head, workspace_bytes: int | None) -> Tiles:
+    def cut(cls, hidden: Tensor, problem: HeadProblem) -> Tiles:
+        """Cuts the tiles of the problem's vocabulary and some packed rows of its hidden states."""
         sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
-        rows, vocabulary = hidden.shape[0], head.weight.shape[0]
-        elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
-        length = whole_vectors(vocabulary, head.logits_dtype)
+        rows, vocabulary, dtype = hidden.shape[0], problem.weight.shape[0], problem.logits_dtype
+        elements = (problem.workspace_bytes or sizes.workspace_bytes) // dtype.itemsize
+        length = whole_vectors(vocabulary, dtype)
         # A tile has as many rows as the workspace can hold for one slice. So the weight is read only a few times, and
         # if all rows fit, the weight's gradient is written only once. If not all rows fit, the rows are cut into tiles
         # of about equal height.
@@ -228,8 +229,8 @@ class Tiles(NamedTuple):
             fitting_tokens = elements // row_step // slice_tokens * slice_tokens
             tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
             token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens
-        room = row_step * whole_vectors(token_step, head.logits_dtype)
-        buffer = torch.empty(room, dtype=head.logits_dtype, device=hidden.device)
+        room = row_step * whole_vectors(token_step, dtype)
+        buffer = torch.empty(room, dtype=dtype, device=hidden.device)
         return cls(rows, vocabulary, row_step, token_step, buffer)
 
     def row_slices(self) -> Iterator[slice]:
@@ -245,6 +246,17 @@ class Tiles(NamedTuple):
         height, width = rows.stop - rows.start, tokens.stop - tokens.start
         length = whole_vectors(width, self.buffer.dtype)
         return self.buffer[: height * length].view(height, length)[:, :width]
+
+
+def tiles_of_logits(problem: HeadProblem, hidden: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
+    """Computes the logits of packed rows tile by tile. Yields the rows of a tile, its first id, and its logits, which
+    the next tile overwrites. The tiles of a row come in the order of the vocabulary.
+    """
+    head, tiles = Head.of(problem), Tiles.cut(hidden, problem)
+    for rows in tiles.row_slices():
+        for tokens in tiles.token_slices():
+            logits = head.logits(hidden[rows], tokens, tiles.room(rows, tokens))
+            yield rows, problem.shard.token(tokens.start), logits
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:

@@ -8,14 +8,16 @@ given ids are then written over it.
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import ONE, NumberOrTensor, of_schema
-from .._arguments.checks import is_known
+from .._arguments.bundles import NO_GROUP, ONE, NumberOrTensor, ShardArguments, of_schema
+from .._arguments.checks import is_known, require_readable, require_tensors
 from .._dispatch import ops
 from .._dispatch.faults import look
 from .._dispatch.libraries import argument_names, named
@@ -28,14 +30,31 @@ from .._dispatch.registration import (
     register_no_second_derivative,
 )
 from .backward import AtTokens, Incoming, Wanted, of_active_rows
-from .forward import Picked, no_logits
-from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, problem_of
+from .forward import PackedRows, no_logits
+from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, without_autocast
+from .products import tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
 _IN_NO_TILE = 2**31 - 1  # the label of rows of a tail, so that no term of a label is added to the tail's gradient
+
+
+class TokenLogprobs(NamedTuple):
+    """The results of :func:`token_logprobs` and :func:`linear_token_logprobs`, float32, in nats. All of them are
+    differentiable.
+    """
+
+    logprobs: Tensor
+    """``[..., K]``: the log-probability of each given id; ``-inf`` where ``token_ids`` is -1."""
+    tail_logprob: Tensor
+    """``[...]``: the logarithm of the total probability of all ids that are not given in the row. It is computed from
+    these ids, and not as 1 minus the sum of the others, so it is accurate even if the given ids have nearly all of the
+    probability. It is ``-inf`` if the row's other ids have no probability."""
+    logprob: Tensor
+    """``[...]``: the log-probability of the label; 0 without a label."""
+    entropy: Tensor
+    """``[...]``: the entropy of the row over the whole vocabulary."""
 
 
 class Results(NamedTuple):
@@ -79,8 +98,8 @@ class Taken(NamedTuple):
         """Computes the results of rows, as in ``forward.finished``. Ranks exchange states and logits at once."""
         state, logits = self
         if shard.ranks is not None:
-            state, logits = shard.everyones(torch.cat([state, logits], 1)).split([4, logits.shape[1]], -1)
-            state, logits = state.contiguous(), logits.contiguous()
+            both = shard.everyones(torch.cat([state, logits], 1))
+            state, logits = both[..., :4].contiguous(), both[..., 4:].contiguous()
         results = Results(*_op.token_logprobs_finish.default(state, logits, token_ids, *temperature))
         results.logprob.masked_fill_(labels == -100, 0.0)
         if mask is not None:
@@ -100,8 +119,16 @@ def _at_tokens(
     """Returns the incoming gradients with which the gradient of the tail is computed, and the gradients at the ids. All
     arguments have one entry for each row.
     """
-    *tail, values = _op.token_logprobs_gradient.default(*grads, token_ids, labels, *results[:4], *temperature, mask)
-    return Incoming(*tail, results.tail_max, results.tail_log_sum), AtTokens(token_ids, labels, values)
+    of_logprob, of_entropy, entropy, values = _op.token_logprobs_gradient.default(
+        *grads, token_ids, labels, *results[:4], *temperature, mask
+    )
+    incoming = Incoming(of_logprob, of_entropy, entropy, results.tail_max, results.tail_log_sum)
+    return incoming, AtTokens(token_ids, labels, values)
+
+
+def _flat(values: Tensor | None, rows: tuple[int, ...]) -> Any:
+    """Returns values of rows in one dimension for the rows; their own dimensions stay."""
+    return None if values is None else values.reshape(math.prod(rows), *values.shape[len(rows) :])
 
 
 # ---- of logits ------------------------------------------------------------------------------------------------------
@@ -111,17 +138,15 @@ def _of_logits(
     logits: Tensor,
     token_ids: Tensor,
     labels: Tensor,
-    first_token: int = 0,
-    group_name: str | None = None,
+    of_shard: ShardArguments = NO_GROUP,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    shard, shape, ids = Shard.of(first_token, group_name), labels.shape, token_ids.flatten(0, -2)
+    shard, shape, ids = Shard.of(*of_shard), labels.shape, _flat(token_ids, labels.shape)
     taken = Taken.nothing(ids, logits)
     _op.token_softmax_state_.default(*taken, logits, labels, ids, shard.tile_start, *temperature, mask)
     temperature = temperature.map_rows(lambda each: each.reshape(-1))
-    flat_mask = None if mask is None else mask.reshape(-1)
-    logprobs, *of_rows = taken.finished(shard, ids, labels.reshape(-1), flat_mask, temperature)
+    logprobs, *of_rows = taken.finished(shard, ids, _flat(labels, shape), _flat(mask, shape), temperature)
     return logprobs.view(token_ids.shape), *(result.view(shape) for result in of_rows)
 
 
@@ -139,16 +164,13 @@ def _gradient_of_logits(
     entropy: Tensor,
     tail_max: Tensor,
     tail_log_sum: Tensor,
-    first_token: int = 0,
-    group_name: str | None = None,
+    of_shard: ShardArguments = NO_GROUP,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
 ) -> Tensor:
-    rows, ids, shape = labels.numel(), token_ids.flatten(0, -2), labels.shape
-
-    def flat(values: Tensor | None) -> Any:
-        return None if values is None else values.reshape(rows, *values.shape[len(shape) :])
-
+    shape, first = labels.shape, of_shard[0]
+    flat = partial(_flat, rows=shape)
+    ids = flat(token_ids)
     grads = Grads(*map(flat, (grad_logprobs, grad_tail_logprob, grad_logprob, grad_entropy)))
     results = Results(*map(flat, (logprobs, tail_logprob, logprob, entropy, tail_max, tail_log_sum)))
     of_rows = temperature.map_rows(lambda each: each.reshape(-1))
@@ -156,9 +178,9 @@ def _gradient_of_logits(
     targets = torch.full(shape, _IN_NO_TILE, dtype=torch.int32, device=logits.device)
     grad_logprob, grad_entropy, *statistics = (values.view(shape) for values in incoming if values is not None)
     gradient: Tensor = _op.logprob_entropy_backward.default(
-        grad_logprob, grad_entropy, logits, targets, *statistics, *temperature, mask, first_token
+        grad_logprob, grad_entropy, logits, targets, *statistics, *temperature, mask, first
     )
-    _op.put_token_gradients_.default(gradient.view(rows, -1), ids, *at_tokens[1:], first_token)
+    _op.put_token_gradients_.default(gradient.view(len(ids), logits.shape[-1]), ids, *at_tokens[1:], first)
     return gradient
 
 
@@ -192,7 +214,18 @@ register_gradient("token_logprobs", Gradient("token_logprobs", "token_logprobs_b
 register_no_second_derivative("token_logprobs_backward")
 refuse_unreadable("token_logprobs")
 
-token_logprobs = ops.function_of("token_logprobs")
+_of_logits_and_ids = ops.function_of("token_logprobs")
+
+
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    labels: Tensor,
+    shard: Shard,
+    temperature: tuple[float, Tensor | None],
+    mask: Tensor | None,
+) -> TokenLogprobs:
+    return TokenLogprobs(*_of_logits_and_ids(logits, token_ids, labels, *shard.arguments, *temperature, mask)[:4])
 
 
 # ---- of the LM head -------------------------------------------------------------------------------------------------
@@ -200,40 +233,25 @@ token_logprobs = ops.function_of("token_logprobs")
 
 @without_autocast
 def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
-    count, mask, head = problem.rows, problem.mask, Head.of(problem)
-    outputs: tuple[Tensor, ...]
-    if mask is None and problem.max_rows is not None and count > problem.max_rows:
+    shape, rows = problem.labels.shape, PackedRows.of(problem)
+    if rows is None:
         return tuple(fake.fill_(torch.nan) for fake in _fake_results(problem.hidden, token_ids))
-    picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
-    rows, targets, ids = problem.hidden.flatten(0, -2), problem.labels.reshape(count), token_ids.flatten(0, -2)
-    temperature = problem.flat_temperature
-    if picked is not None:
-        rows, targets, ids = picked.gather(rows), picked.gather(targets), picked.gather(ids)
-        temperature = picked.temperature(problem)
-    tiles, taken = Tiles.cut(rows, head, problem.workspace_bytes), Taken.nothing(ids, rows)
-    for r in tiles.row_slices():
-        for t in tiles.token_slices():
-            logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.token_softmax_state_.default(
-                taken.state[r], taken.logits[r], logits, targets[r], ids[r], problem.shard.token(t.start),
-                *temperature.map_rows(itemgetter(r)),
-            )  # fmt: skip
-    outputs = taken.finished(problem.shard, ids, targets, None, temperature)
-    if picked is not None:
-        outputs = picked.scatter(outputs, count)
-    logprobs, *of_rows = outputs
-    return logprobs.view(token_ids.shape), *(output.view(problem.labels.shape) for output in of_rows)
+    targets, ids = (rows.gather(_flat(values, shape)) for values in (problem.labels, token_ids))
+    temperature, taken = rows.temperature, Taken.nothing(ids, rows.hidden)
+    for r, first, logits in tiles_of_logits(problem, rows.hidden):
+        _op.token_softmax_state_.default(
+            taken.state[r], taken.logits[r], logits, targets[r], ids[r], first, *temperature.map_rows(itemgetter(r))
+        )
+    found = taken.finished(problem.shard, ids, targets, None, temperature)
+    logprobs, *of_rows = rows.scatter(found, problem.rows)
+    return logprobs.view(token_ids.shape), *(output.view(shape) for output in of_rows)
 
 
 @without_autocast
 def _backward(
     problem: HeadProblem, token_ids: Tensor, grads: Grads, results: Results, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count = problem.rows
-
-    def flat(values: Tensor | None) -> Any:
-        return None if values is None else values.reshape(count, *values.shape[problem.labels.dim() :])
-
+    flat = partial(_flat, rows=problem.labels.shape)
     incoming, tokens = _at_tokens(
         Grads(*map(flat, grads)), flat(token_ids), flat(problem.labels), Results(*map(flat, results)),
         problem.flat_temperature, flat(problem.mask),
@@ -314,11 +332,25 @@ _head = HeadWithGradient("linear_token_logprobs", _gradient, _run_backward)
 
 def linear_token_logprobs(
     problem: HeadProblem, token_ids: Tensor, at_backward: AtBackward | None = None
-) -> tuple[Tensor, ...]:
-    """Returns the four public results. ``at_backward`` is as for ``linear_logprob_entropy``."""
-    arguments = (
-        problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
-        problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,
-        problem.shard.first_token, problem.shard.group_name,
-    )  # fmt: skip
-    return _head(at_backward, (token_ids, *arguments))[:4]
+) -> TokenLogprobs:
+    """``at_backward`` is as for ``linear_logprob_entropy``."""
+    arguments = token_ids, *head_arguments(problem), *problem.shard.arguments
+    return TokenLogprobs(*_head(at_backward, arguments)[:4])
+
+
+# ---- arguments of public functions ----------------------------------------------------------------------------------
+
+
+def with_labels(labels: Tensor | None, token_ids: Tensor) -> Tensor:
+    return token_ids.new_full(token_ids.shape[:-1], -100) if labels is None else labels
+
+
+def require_ids_of_rows(token_ids: Tensor, name: str, values: Tensor) -> None:
+    """Requires ids for each row of ``values``, which is the argument ``name``."""
+    require_readable(**{name: values, "token_ids": token_ids})
+    require_tensors(**{name: values, "token_ids": token_ids})
+    if token_ids.dim() != values.dim() or token_ids.shape[:-1] != values.shape[:-1]:
+        rows = [*values.shape[:-1], "K"]
+        raise ValueError(f"token_ids: got shape {list(token_ids.shape)}; takes K ids for each row, {rows}")
+    if token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_ids: got dtype {token_ids.dtype}; takes int32 or int64")

@@ -144,7 +144,9 @@ def token_logprobs_gradient(
     own = _sums_of_equal_ids(token_ids, of_ids) + torch.where(is_label, of_label.unsqueeze(1), 0)
     values = (own - shared(logprobs, *columns)) / each.unsqueeze(1)
     in_tail = of_tail * (logprob - of_tail_logprob).exp()
-    at_label = (of_label + in_tail.masked_fill(of_tail == 0, 0) - shared(logprob, all_grads, of_entropy, entropy)) / each
+    at_label = (
+        of_label + in_tail.masked_fill(of_tail == 0, 0) - shared(logprob, all_grads, of_entropy, entropy)
+    ) / each
     at_label = at_label.masked_fill(targets == NO_TARGET, 0)
     if token_ids.shape[1]:
         place = is_label.int().argmax(1, keepdim=True)
@@ -187,6 +189,8 @@ def put_token_gradients_(
         # An id in no column writes its row's first id again or, if that is in no column either, what is there.
         at, inside = places[rows], in_tile[rows]
         some = inside.int().argmax(1, keepdim=True)
-        value = torch.where(inside.any(1, keepdim=True), values[rows].gather(1, some), flat.gather(1, at[:, :1]).float())
+        value = torch.where(
+            inside.any(1, keepdim=True), values[rows].gather(1, some), flat.gather(1, at[:, :1]).float()
+        )
         written = torch.where(inside, values[rows], value).to(flat.dtype)
         flat.scatter_(1, torch.where(inside, at, at.gather(1, some)), written)

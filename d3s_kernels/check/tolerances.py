@@ -74,8 +74,11 @@ def _temperature(arguments: Arguments) -> Tensor:
 
 def _incoming(arguments: Arguments) -> Any:
     """Returns for each row the sum of |incoming gradient| / temperature, or 0 if there are no incoming gradients."""
-    grads = [grad for name in ("grad_logprob", "grad_entropy") if (grad := arguments.get(name)) is not None]
-    return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in grads)
+    names = "grad_logprob", "grad_entropy", "grad_tail_logprob", "grad_logprobs"
+    grads = {name: grad.double().abs().nan_to_num() for name in names if (grad := arguments.get(name)) is not None}
+    if "grad_logprobs" in grads:  # of several ids for each row
+        grads["grad_logprobs"] = grads["grad_logprobs"].sum(-1)
+    return sum(grad / _temperature(arguments) for grad in grads.values())
 
 
 def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
@@ -112,8 +115,8 @@ def of_head(name: str) -> Allowed:
         if (dtype := arguments.get("logits_dtype") or torch.float32) != torch.float32:
             shift = shift + 8 * torch.finfo(dtype).eps * reference._head_logits(hidden, weight, bias, None).abs()
         shift = shift.nan_to_num(posinf=0).amax(-1) / _temperature(arguments)
-        if name == "logprob":
-            return logprob(exact, arguments) + 2 * shift
+        if name in ("logprob", "logprobs", "tail_logprob"):
+            return logprob(exact, arguments) + 2 * (shift.unsqueeze(-1) if name == "logprobs" else shift)
         if name == "entropy":
             return 1e-5 + 2 * shift * (1 + exact.double().nan_to_num())
         factors = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
@@ -123,6 +126,24 @@ def of_head(name: str) -> Allowed:
         return limit + (error_of_logits * factors[name]).nan_to_num().norm()
 
     return allowed
+
+
+def topk_of_head(
+    found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, k: int, **options: Any
+) -> tuple[Any, ...]:
+    """Returns the exact results for the ids in ``found``, if these are the ids of the k largest logits up to rounding.
+    Otherwise, returns the ids of the k largest.
+    """
+    exact = reference.linear_topk_logprobs(hidden, weight, k, **options)
+    ids, head = found["token_ids"], {"hidden": hidden, "weight": weight, **options}
+    at_ids = reference.linear_token_logprobs(hidden, weight, ids, **options)
+    near_enough = of_head("logprobs")(exact.logprobs, head)
+    differ = (at_ids.logprobs - exact.logprobs).nan_to_num(0, posinf=0, neginf=0).abs() > near_enough
+    in_order = ids.sort(-1).values
+    repeated = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
+    wrong = differ | (repeated.any(-1, keepdim=True)) | ((ids == -1) != (exact.token_ids == -1))
+    logprobs = at_ids.logprobs.where(ids >= 0, exact.logprobs)
+    return torch.where(wrong, exact.token_ids, ids), logprobs, at_ids.tail_logprob, at_ids.entropy
 
 
 # ---- public functions ------------------------------------------------------------------------------------------------
@@ -140,6 +161,8 @@ def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> 
 
 _SELECTION = {"mask": equal, "entropy": entropy, "count": equal, "threshold": equal, "weight": near(0, 1e-6)}
 
+_OF_TOKENS = dict.fromkeys(("logprobs", "tail_logprob", "logprob"), logprob)
+
 FUNCTIONS: dict[str, Row] = {
     "entropy": Row(reference.entropy, {"entropy": entropy}, {"logits": gradient_of_logits}),
     "logprob_entropy": Row(
@@ -149,6 +172,23 @@ FUNCTIONS: dict[str, Row] = {
         reference.linear_logprob_entropy,
         {name: of_head(name) for name in ("logprob", "entropy")},
         {name: of_head(name) for name in ("hidden", "weight", "bias")},
+    ),
+    "token_logprobs": Row(
+        reference.token_logprobs, {**_OF_TOKENS, "entropy": entropy}, {"logits": gradient_of_logits}
+    ),
+    "linear_token_logprobs": Row(
+        reference.linear_token_logprobs,
+        {name: of_head(name) for name in (*_OF_TOKENS, "entropy")},
+        {name: of_head(name) for name in ("hidden", "weight", "bias")},
+    ),
+    "topk_logprobs": Row(
+        reference.topk_logprobs,
+        {"token_ids": equal, "logprobs": logprob, "tail_logprob": logprob, "entropy": entropy},
+    ),
+    "linear_topk_logprobs": Row(
+        topk_of_head,
+        {"token_ids": equal} | {name: of_head(name) for name in ("logprobs", "tail_logprob", "entropy")},
+        from_found=True,
     ),
     "topk_mask": Row(reference.topk_mask, {"mask": equal}),
     "select_tokens": Row(reference.select_tokens, _SELECTION),
@@ -202,6 +242,11 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
     incoming = {"grad_logprob": normal(5), "grad_entropy": normal(5)}
     incoming |= {"entropy": torch.ones(5), "row_max": logits.amax(-1), "log_sum": torch.ones(5)}
     hidden, weight = normal(5, 24).bfloat16(), normal(length, 24).bfloat16()
+    token_ids = torch.tensor([[0, 3, 3], [7, -1, 1], [2, 5, 1], [0, 1, 2], [-1, -1, -1]])
+    of_ids = {"token_ids": token_ids, **rows}
+    taken = {"taken": normal(5, 3).masked_fill(token_ids == 3, math.nan), "state": states}
+    of_rows = {"tail_logprob": -normal(5).abs(), "logprob": -normal(5).abs(), "entropy": torch.ones(5)}
+    of_rows |= {"grad_logprobs": normal(5, 3), "grad_tail_logprob": normal(5), "logprobs": -normal(5, 3).abs()}
     places = {"rows": torch.tensor([0, 0, 0, -1, -1, 4, 4, 0, -1, -1, -1, -1]).int(), "grad": normal(12)}
     places["tokens"] = torch.arange(12).int() % 5
 
@@ -227,6 +272,29 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
         "linear_logprob_entropy": {
             "hidden": hidden.clone().requires_grad_(), "weight": weight.clone().requires_grad_(), "labels": labels,
             "temperature": temperature, "mask": mask, "logit_softcap": 30.0,
+        },
+        "token_logprobs": {
+            "logits": logits.clone().requires_grad_(), "token_ids": token_ids, "labels": labels, "mask": mask,
+            "temperature": temperature,
+        },
+        "linear_token_logprobs": {
+            "hidden": hidden.clone().requires_grad_(), "weight": weight.clone().requires_grad_(), "labels": labels,
+            "token_ids": token_ids, "temperature": temperature, "mask": mask, "logit_softcap": 30.0,
+        },
+        "token_softmax_state_": {"logits": logits, **taken, **of_ids},
+        "token_logprobs_finish": {"temperature_tensor": temperature, "token_ids": token_ids, **taken},
+        "token_logprobs_gradient": {"mask": mask, "grad_logprob": normal(5), "grad_entropy": None, **of_rows, **of_ids},
+        "put_token_gradients_": {
+            "gradient": logits.bfloat16(), "token_ids": token_ids, "labels": labels,
+            "values": token_ids.new_zeros(5, 4).float(),
+        },
+        "topk_logprobs": {"logits": logits, "k": 5, "temperature": temperature, "mask": mask},
+        "linear_topk_logprobs": {
+            "hidden": hidden, "weight": weight, "k": 5, "temperature": temperature, "mask": mask, "logit_softcap": 30.0
+        },
+        "topk_softmax_state_": {
+            "state": states, "best": torch.full((5, 5), torch.iinfo(torch.int64).min), "logits": logits,
+            "temperature_tensor": temperature, "mask": mask,
         },
         "support_rows": {"values": logits, "mask": mask, "max_dense_rows": 1, **supports},
         "support_logprob_entropy_": {

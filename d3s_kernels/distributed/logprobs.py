@@ -5,29 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor import Shard as DTensorShard
 
 from .._arguments.checks import (
     checked_mask,
-    no_tensor,
     require_no_tangent,
     require_readable,
     require_tensors,
-    require_whole,
     temperature_argument,
 )
-from .._collectives import Ranks, ranks_of
 from .._dispatch import ops
 from .._lm_head import op
-from .._lm_head.problem import HeadProblem, Shard, checked_problem
+from .._lm_head.problem import HeadProblem, checked_problem
 from ..support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions
-from .agreement import agree, asks
-
-Group = dist.ProcessGroup | DeviceMesh
+from .agreement import agree
+from .vocabulary import Group, ShardedArgument
 
 
 def vocab_parallel_logprob_entropy(
@@ -41,6 +33,7 @@ def vocab_parallel_logprob_entropy(
     sampling_mask: SamplingMask | None = None,
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`d3s_kernels.logprob_entropy` for logits whose vocabulary is sharded across the ranks of a group.
 
@@ -64,7 +57,8 @@ def vocab_parallel_logprob_entropy(
             must have ``Shard(-1)`` on one dimension of its mesh, and ``Replicate`` or a ``Shard`` of rows on each other
             dimension.
         labels: int64 or int32 ``[...]``, ids of the whole vocabulary, the same on all ranks; -100 means no target: the
-            logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are NaN.
+            logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are NaN;
+            with ``vocab_size``, a CPU refuses it.
         vocab_start: the id of this rank's first column; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
@@ -73,9 +67,17 @@ def vocab_parallel_logprob_entropy(
         mask: bool, or integer (0 means False) ``[...]``, the same on all ranks; rows where the mask is False are not
             read, and both of their results are 0.
         sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with ids of the whole vocabulary, and the same on all
-            ranks. Each rank reads the ids of its shard. An id in no shard is ignored; with ``D3S_KERNELS_CHECK=1`` it
-            raises an error.
+            ranks. Each rank reads the ids of its shard. An id in no shard is ignored; with ``D3S_KERNELS_CHECK=1``, and
+            on a CPU with ``vocab_size``, it raises an error.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, and the same on all ranks.
+        vocab_size: the number of ids of the whole vocabulary, with those that only pad it: the sum of all shards
+            (Megatron's ``padded_vocab_size``). The same on all ranks, or None on all. With it, shards that do not make
+            up the vocabulary are refused, and so is the whole vocabulary in place of a shard. If all ranks pass the
+            whole, and ``vocab_start`` follows its length, only this number shows it: without it, each logprob is too
+            low by the logarithm of the number of ranks. In the first call with a group and a size, the ranks gather
+            their shards, 24 bytes each, and the host waits; so do not capture the first call in a CUDA graph. Later
+            calls communicate nothing more, and take the same shard. Under ``torch.compile``, each rank checks only its
+            own shard. A DTensor has this number: it is compared with the argument.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -83,7 +85,8 @@ def vocab_parallel_logprob_entropy(
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
             process is not in, a DTensor with other placements. If only one rank raises, the other ranks wait for it
-            until the group's timeout.
+            until the group's timeout. If the first call with a ``vocab_size`` finds shards that do not make up the
+            vocabulary, all ranks raise the same error.
             With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except for errors about the group or about
             placements of DTensors. All ranks then also raise if labels, temperatures or masks differ between ranks, if
             shards overlap or leave a gap, and if a label is in no shard.
@@ -95,13 +98,13 @@ def vocab_parallel_logprob_entropy(
         >>> from d3s_kernels.distributed import vocab_parallel_logprob_entropy
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> logprob, entropy = vocab_parallel_logprob_entropy(
-        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
+        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD, vocab_size=4
         ... )
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    sharded = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group)
+    sharded = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group, vocab_size)
     logits, ranks, sampling = (
         sharded.local,
         sharded.ranks,
@@ -110,7 +113,7 @@ def vocab_parallel_logprob_entropy(
     labels, mask, temperature = sharded.beside(labels=labels, mask=mask, temperature=temperature)
 
     def check() -> tuple[Any, tuple[Any, ...]]:
-        first_token = sharded.first_token
+        of_rank = sharded.shard
         require_readable(labels=labels, mask=mask, temperature=temperature)
         require_tensors(logits_shard=logits, labels=labels)
         require_no_tangent(logits_shard=logits)
@@ -118,24 +121,23 @@ def vocab_parallel_logprob_entropy(
         numbers = temperature_argument(temperature, logits)
         supports = sampling.supports(logits)
         state = logits.new_empty((logits.shape[:-1].numel(), 4), dtype=torch.float32)
-        shard = logits, labels, first_token, ranks.group.group_name
+        shard = logits, labels, *of_rank.arguments
         ops.check("softmax_state_", state, *shard[:3], *numbers, kept)
         if supports.ids is None:
             return op.vocab_parallel_logprob_entropy, (*shard, *numbers, kept)
         ops.check("support_rows", logits, *supports[:2], supports.max_dense_rows, kept)
-        ops.check("support_softmax_state_", state, *shard[:2], *supports.required, first_token, *numbers, kept)
+        ops.check("support_softmax_state_", state, *shard[:2], *supports.required, of_rank.tile_start, *numbers, kept)
         return op.vocab_parallel_support_logprob_entropy, (*shard, *supports, *numbers, kept)
 
     def alike(checked: tuple[Any, tuple[Any, ...]]) -> dict[str, Any]:
         return {
             "the rows of logits_shard": list(logits.shape[:-1]), "labels": labels, "temperature": temperature,
             "mask": checked[1][-1],  # converted to bool
-            **sampling.values(),
+            **sampling.values(), "vocab_size": vocab_size,
         }  # fmt: skip
 
     op_of_shard, arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
-    if asks():
-        _require_one_vocabulary(sharded, labels, sampling_mask)
+    sharded.require_one_vocabulary(labels, sampling_mask)
     logprob, entropy, *_ = op_of_shard(*arguments)
     return logprob, entropy
 
@@ -159,6 +161,7 @@ def vocab_parallel_linear_logprob_entropy(
     sampling_mask: SamplingMask | None = None,
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`d3s_kernels.linear_logprob_entropy` for an LM head whose vocabulary is sharded across a group's
     ranks.
@@ -185,7 +188,7 @@ def vocab_parallel_linear_logprob_entropy(
             different numbers of ids, or none. A DTensor must have ``Shard(0)`` on one dimension of its mesh, and
             ``Replicate`` on the other dimensions. Gradients are not summed over the other dimensions.
         labels: int64 or int32 ``[...]``, ids of the whole vocabulary, the same on all ranks; -100 means no target. For
-            a label in no shard, the logprob and the gradients are NaN.
+            a label in no shard, the logprob and the gradients are NaN; with ``vocab_size``, a CPU refuses it.
         vocab_start: the id of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
@@ -214,6 +217,8 @@ def vocab_parallel_linear_logprob_entropy(
             forward, and H float32 values for each row in the backward. For rows without a support, the ranks also
             exchange what they would exchange without a sampling mask.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
+        vocab_size: the number of ids of the whole vocabulary, with those that only pad it, as in
+            :func:`vocab_parallel_logprob_entropy`. With it, the whole weight in place of a shard is refused.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -230,189 +235,31 @@ def vocab_parallel_linear_logprob_entropy(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
         >>> logprob, entropy = vocab_parallel_linear_logprob_entropy(
-        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
+        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD, vocab_size=4
         ... )
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
+    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group, vocab_size)
     sampling = SamplingOptions(sampling_mask, label_outside, max_dense_rows)
     bias, into = sharded.along("bias", bias), sharded.along("weight_grad_into", weight_grad_into)
     hidden, labels, mask, temperature = sharded.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
 
     def check() -> HeadProblem:
-        shard = Shard(sharded.first_token, sharded.ranks)
+        shard = sharded.shard
         require_readable(hidden=hidden, labels=labels, bias=bias, mask=mask, temperature=temperature)
         problem = checked_problem(
             hidden, sharded.local, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
             max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
             weight_grad_into=into, supports=sampling.supports, shard=shard,
         )  # fmt: skip
-        if not torch.compiler.is_compiling():  # while a graph is traced, values are unknown, and torch checks shapes
-            problem.check()
-            problem.require_memory()
-            # A rank without ids runs no kernel that checks the temperature. So the temperature is checked here, before
-            # other ranks wait for this rank.
-            state = hidden.new_empty((problem.rows, 4), dtype=torch.float32)
-            ops.check("softmax_state_finish", state, *problem.flat_temperature)
+        problem.require_ready()
         return problem
 
     def alike(problem: HeadProblem) -> dict[str, Any]:
-        return {
-            "hidden": (list(hidden.shape), str(hidden.dtype)),
-            "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
-            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": problem.mask,
-            "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
-            **sampling.values(),
-        }  # fmt: skip
+        return problem.alike() | sampling.values() | {"vocab_size": vocab_size}
 
     problem = agree(sharded.ranks, "vocab_parallel_linear_logprob_entropy", check, alike)
-    if asks():
-        _require_one_vocabulary(sharded, labels, sampling_mask)
+    sharded.require_one_vocabulary(labels, sampling_mask)
     return op.linear_logprob_entropy(problem, op.adding_to(into))
-
-
-def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
-    """Raises the same error on all ranks, unless the shards make up the whole vocabulary, and every label and every
-    id of a support lies in a shard.
-    """
-    shard = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
-    edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(shard).tolist()]
-    end = 0
-    for first, last in sorted(edge for edge in edges if edge[0] < edge[1]):
-        if first != end:
-            shards = ", ".join(f"[{a}, {b}) on rank {rank}" for rank, (a, b) in enumerate(edges))
-            raise ValueError(f"vocab_start: got tokens {shards}; takes shards that follow one another from token 0 on")
-        end = last
-    bad = labels[(labels != -100) & ((labels < 0) | (labels >= end))]
-    if len(bad):
-        raise ValueError(f"labels: got {int(bad[0])}; takes -100 (no target) or a token in [0, {end})")
-    if sampling_mask is not None:
-        ids = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
-        if len(ids) and int(ids.max()) >= end:
-            raise ValueError(f"sampling_mask: got id {int(ids.max())}; takes tokens in [0, {end})")
-
-
-# ---- a vocabulary shard, as the caller or a DTensor describes it ----------------------------------------------------
-
-
-class ShardedArgument:
-    """A tensor whose dimension ``dim`` is the vocabulary, which is sharded over ``ranks``; ``local`` is this rank's
-    shard.
-    """
-
-    local: Tensor
-    ranks: Ranks
-
-    def __init__(
-        self,
-        name: str,
-        tensor: Tensor,
-        dim: int,
-        vocab_start: int | None,
-        process_group: dist.ProcessGroup | DeviceMesh | None,
-    ) -> None:
-        self._name, self._tensor = name, tensor
-        if not isinstance(tensor, Tensor):
-            raise no_tensor(name, tensor)
-        if isinstance(tensor, DTensor):
-            for argument, value in (("vocab_start", vocab_start), ("process_group", process_group)):
-                if value is not None:
-                    raise ValueError(f"{argument}: got {value!r}; takes None where {name} is a DTensor, which says it")
-            self._mesh_dim = self._dimension_of_the_vocabulary(tensor, dim % max(1, tensor.dim()))
-            self.ranks = ranks_of(tensor.device_mesh.get_group(self._mesh_dim), name)
-            self.local = tensor.to_local()
-        else:
-            require_readable(**{name: tensor})
-            if process_group is None:
-                raise TypeError(f"process_group: got None; takes None only where {name} is a DTensor")
-            self.local, self.ranks = tensor, ranks_of(process_group)
-        self._dim, self._start = dim, vocab_start
-        self.tokens = self.local.shape[dim] if self.local.dim() else 0
-
-    @property
-    def first_token(self) -> int:
-        """The first id of this rank's shard. A read of this property may raise an error on this rank but not on others,
-        so the first read is within ``agree``.
-        """
-        if isinstance(self._tensor, DTensor):
-            return self._first_token_of(self._tensor)
-        if self._start is None:
-            raise TypeError(f"vocab_start: got None; takes None only where {self._name} is a DTensor")
-        require_whole(vocab_start=self._start)
-        if self._start < 0:
-            raise ValueError(f"vocab_start: got {self._start}; takes at least 0")
-        return self._start
-
-    def _first_token_of(self, tensor: DTensor) -> int:
-        """Returns the first id of this rank's shard of a DTensor. The vocabulary is cut as by torch.chunk: the last
-        ranks may have fewer ids, or none.
-        """
-        mesh, vocabulary = tensor.device_mesh, tensor.shape[self._dim]
-        rank, ranks = mesh.get_local_rank(self._mesh_dim), mesh.size(self._mesh_dim)
-        step = -(-vocabulary // ranks)
-        first = min(rank * step, vocabulary)
-        expected, tokens = min(step, vocabulary - first), tensor._local_tensor.shape[self._dim]
-        if tokens != expected:
-            raise ValueError(
-                f"{self._name}: got a DTensor with {tokens} of {vocabulary} tokens on rank {rank} of {ranks}; takes "
-                f"one that is cut evenly, {expected} tokens there"
-            )
-        return first
-
-    def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
-        """Returns the mesh dimension that shards the vocabulary. Checks that each other mesh dimension replicates the
-        tensor, or shards the rows of logits.
-        """
-        rows_may_be_cut = dim > 0
-        rest = "Replicate, or a Shard of rows," if rows_may_be_cut else "Replicate"
-        cutting = [i for i, placement in enumerate(tensor.placements) if _cuts(placement) == dim]
-        others = [placement for i, placement in enumerate(tensor.placements) if i not in cutting]
-        if len(cutting) != 1 or not all(
-            placement.is_replicate() or (rows_may_be_cut and _cuts(placement) is not None) for placement in others
-        ):
-            raise ValueError(
-                f"{self._name}: got a DTensor with placements {tensor.placements}; takes Shard({dim}), which cuts the "
-                f"vocabulary, on one dimension of the mesh, and {rest} on the others"
-            )
-        return cutting[0]
-
-    def beside(self, **tensors: Any) -> list[Any]:
-        """Returns arguments that must be the same on these ranks. A DTensor's placements are checked, and the DTensor
-        is replaced by its local tensor. Other values are returned unchanged.
-        """
-        local = []
-        for name, value in tensors.items():
-            if isinstance(value, DTensor):
-                same_mesh = isinstance(self._tensor, DTensor) and value.device_mesh == self._tensor.device_mesh
-                for i, placement in enumerate(value.placements):
-                    cuts_rows = same_mesh and i != self._mesh_dim and _cuts(placement) is not None
-                    if not (placement.is_replicate() or cuts_rows):
-                        raise ValueError(
-                            f"{name}: got a DTensor with placements {value.placements}; takes Replicate on the ranks "
-                            "that share the vocabulary"
-                        )
-                value = value.to_local()
-            local.append(value)
-        return local
-
-    def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """Returns an argument that must be sharded like the vocabulary. DTensors are treated as in :meth:`beside`."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        whole = self._tensor
-        placed = (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else None
-        if (tensor.device_mesh, tensor.placements) != placed:
-            raise ValueError(
-                f"{name}: got a DTensor with placements {tensor.placements}; takes one that is cut as {self._name}, or "
-                "this rank's part"
-            )
-        return tensor.to_local()
-
-
-def _cuts(placement: Placement) -> int | None:
-    """Returns the dimension that a ``Shard`` placement shards in rank order. Returns None for a placement of another
-    type.
-    """
-    return placement.dim if type(placement) is DTensorShard else None

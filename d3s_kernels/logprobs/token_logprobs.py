@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .._arguments.bundles import NO_SUPPORTS
-from .._arguments.checks import checked_mask, require_no_tangent, require_tensors, temperature_argument
+from .._arguments.checks import (
+    checked_mask,
+    require_no_tangent,
+    require_tensors,
+    temperature_argument,
+)
 from .._lm_head import op
 from .._lm_head import token_logprobs as given_ids
-from .._lm_head.problem import checked_problem
-
-
-class TokenLogprobs(NamedTuple):
-    """The results of :func:`token_logprobs` and :func:`linear_token_logprobs`, float32, in nats. All of them are
-    differentiable.
-    """
-
-    logprobs: Tensor
-    """``[..., K]``: the log-probability of each given id; ``-inf`` where ``token_ids`` is -1."""
-    tail_logprob: Tensor
-    """``[...]``: the logarithm of the total probability of all ids that are not given in the row. It is computed from
-    these ids, and not as 1 minus the sum of the others, so it is accurate even if the given ids have nearly all of the
-    probability. It is ``-inf`` if the row's other ids have no probability."""
-    logprob: Tensor
-    """``[...]``: the log-probability of the label; 0 without a label."""
-    entropy: Tensor
-    """``[...]``: the entropy of the row over the whole vocabulary."""
+from .._lm_head.problem import WHOLE, checked_problem
+from .._lm_head.token_logprobs import TokenLogprobs, require_ids_of_rows, with_labels
 
 
 def token_logprobs(
@@ -74,13 +61,12 @@ def token_logprobs(
         >>> found.logprobs, found.tail_logprob
         (tensor([[-1.3863, -1.3863,    -inf]]), tensor([-0.6931]))
     """
-    require_tensors(logits=logits, token_ids=token_ids)
+    require_ids_of_rows(token_ids, "logits", logits)
     require_no_tangent(logits=logits)
-    labels = no_labels(token_ids) if labels is None else labels
+    labels = with_labels(labels, token_ids)
     require_tensors(logits=logits, labels=labels)
-    require_ids_of_rows(token_ids, logits)
     each, mask = temperature_argument(temperature, logits), checked_mask(mask, logits)
-    return TokenLogprobs(*given_ids.token_logprobs(logits, token_ids, labels, 0, None, *each, mask)[:4])
+    return given_ids.token_logprobs(logits, token_ids, labels, WHOLE, each, mask)
 
 
 def linear_token_logprobs(
@@ -127,24 +113,11 @@ def linear_token_logprobs(
         >>> hidden.grad[0].abs().sum()
         tensor(0.)
     """
-    require_tensors(hidden=hidden, token_ids=token_ids)
+    require_ids_of_rows(token_ids, "hidden", hidden)
     problem = checked_problem(
-        hidden, weight, no_labels(token_ids) if labels is None else labels, bias=bias, temperature=temperature,
+        hidden, weight, with_labels(labels, token_ids), bias=bias, temperature=temperature,
         logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
         logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, weight_grad_into=weight_grad_into,
         supports=lambda _: NO_SUPPORTS,
     )  # fmt: skip
-    require_ids_of_rows(token_ids, hidden)
-    return TokenLogprobs(*given_ids.linear_token_logprobs(problem, token_ids, op.adding_to(weight_grad_into)))
-
-
-def no_labels(token_ids: Tensor) -> Tensor:
-    return token_ids.new_full(token_ids.shape[:-1], -100)
-
-
-def require_ids_of_rows(token_ids: Tensor, values: Tensor) -> None:
-    if token_ids.dim() != values.dim() or token_ids.shape[:-1] != values.shape[:-1]:
-        rows = [*values.shape[:-1], "K"]
-        raise ValueError(f"token_ids: got shape {list(token_ids.shape)}; takes K ids for each row, {rows}")
-    if token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"token_ids: got dtype {token_ids.dtype}; takes int32 or int64")
+    return given_ids.linear_token_logprobs(problem, token_ids, op.adding_to(weight_grad_into))

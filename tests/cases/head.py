@@ -15,9 +15,9 @@ from d3s_kernels.check import tolerances
 from d3s_kernels.check.tolerances import Allowed
 
 from .draw import FLOATS, Draw
-from .logprobs import detached, listed, with_statistics
+from .logprobs import listed, with_statistics
 from .meaning import public, public_arguments, step, with_incoming
-from .row import Arguments, differentiable, op
+from .row import Arguments, detached, differentiable, op
 
 _RULES = tolerances.FUNCTIONS["linear_logprob_entropy"]
 
@@ -51,13 +51,20 @@ def _meaning(**given: Any) -> tuple[Any, ...]:
     return *public("linear_logprob_entropy")(**given), None, None
 
 
-@op(_meaning, "row_max", "log_sum", results=_RESULTS, gradients=_GRADIENTS, served_by="composed")
-def linear_logprob_entropy(draw: Draw) -> Arguments:
+def head_arguments(draw: Draw) -> Arguments:
+    """Draws the arguments of a head that all its ops take."""
     width = draw.length(1, 16)
     vocabulary = draw.length(1, draw.room(width))
     rows = draw.rows(draw.wide(max(width, vocabulary)))
     given = _head(draw, width, vocabulary, rows, (torch.float32, torch.bfloat16)) | draw.temperature(rows)
     given["workspace_bytes"] = draw.choice((None, 4 * vocabulary, 3000, 1))
+    return given
+
+
+@op(_meaning, "row_max", "log_sum", results=_RESULTS, gradients=_GRADIENTS, served_by="composed")
+def linear_logprob_entropy(draw: Draw) -> Arguments:
+    given = head_arguments(draw)
+    rows, vocabulary = tuple(given["labels"].shape), len(given["weight"])
     kept = math.prod(rows) if given["mask"] is None else int(given["mask"].sum())
     given |= draw.spans(math.prod(rows), vocabulary, given["labels"], given["mask"], bound=False)
     given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))

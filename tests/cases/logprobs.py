@@ -13,7 +13,7 @@ from d3s_kernels.check import tolerances
 
 from .draw import Draw
 from .meaning import public, public_arguments, step, with_incoming
-from .row import Arguments, differentiable, op
+from .row import Arguments, detached, differentiable, op
 
 STATISTICS = {
     "logprob": tolerances.logprob,
@@ -27,7 +27,7 @@ def gradient_of_logits(exact: Tensor, arguments: tolerances.Arguments) -> Tensor
     return tolerances.gradient_of_logits(exact, with_incoming("logprob_entropy", arguments))
 
 
-def _states(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
+def states(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
     """Of states (m, S, T, the label's logit): m and the label's logit are copies of logits, so they must be exact."""
     total, dot = exact[..., 1].abs(), exact[..., 2].abs()
     most = total.nan_to_num() + dot.nan_to_num()
@@ -97,10 +97,6 @@ def with_statistics(draw: Draw, given: Arguments) -> Arguments:
     return given
 
 
-def detached(given: Arguments) -> Arguments:
-    return {name: part.detach() if isinstance(part, Tensor) else part for name, part in given.items()}
-
-
 def listed(given: Arguments, logits: Tensor) -> Arguments:
     """With a list of the logits of the supports, from ``first_token`` on; what is not read in it is NaN."""
     ids, rows, first = given["support_ids"], len(logits), given.get("first_token") or 0
@@ -121,10 +117,10 @@ def _or_listed(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
     return listed(given, logits)
 
 
-def _merged(rows: int, **tile: Any) -> Tensor:
+def merged(rows: int, **tile: Any) -> Tensor:
     """The states (m, S, T, the label's logit) after one tile, or before the first one; float32 ``[rows, 4]``."""
     if "logits" in tile:
-        return step("softmax_state_")(state=_merged(rows), **tile)[0]
+        return step("softmax_state_")(state=merged(rows), **tile)[0]
     return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
 
 
@@ -210,23 +206,23 @@ def support_logprob_entropy_backward_(draw: Draw) -> Arguments:
     return given | {"grad_logits": torch.where(empty, gradient, gradient.new_zeros(()))}
 
 
-def _tile(draw: Draw, given: Arguments) -> Arguments:
+def as_tile(draw: Draw, given: Arguments) -> Arguments:
     """Draws a tile, and the states of its rows after the tiles before it."""
     logits, rows = given["logits"], given["logits"].shape[:-1].numel()
     first = draw.integer(0, logits.shape[-1] - 1)
     before = {"logits": logits[..., :first], "first_token": 0, "mask": None}
-    given["state"] = _merged(rows, **given | before) if draw.flag() else _merged(rows)
+    given["state"] = merged(rows, **given | before) if draw.flag() else merged(rows)
     return given | {"logits": logits[..., first:], "first_token": first or draw.choice((None, 0))}
 
 
-@op(step("softmax_state_", wide=True), results={"state": _states})
+@op(step("softmax_state_", wide=True), results={"state": states})
 def softmax_state_(draw: Draw) -> Arguments:
-    return _tile(draw, detached(without_supports(rows_of_logits(draw))))
+    return as_tile(draw, detached(without_supports(rows_of_logits(draw))))
 
 
-@op(step("support_softmax_state_", wide=True), results={"state": _states})
+@op(step("support_softmax_state_", wide=True), results={"state": states})
 def support_softmax_state_(draw: Draw) -> Arguments:
-    given = _tile(draw, detached(rows_of_logits(draw, optional=False))) | _exceeded(draw)
+    given = as_tile(draw, detached(rows_of_logits(draw, optional=False))) | _exceeded(draw)
     tile, first = given["logits"].float(), given["first_token"] or 0
     return _or_listed(draw, given, torch.cat([tile.new_zeros(*tile.shape[:-1], first), tile], -1))
 
@@ -240,9 +236,9 @@ def softmax_state_finish(draw: Draw) -> Arguments:
     of_tiles = {name: part for name, part in given.items() if name.startswith(("temperature", "labels"))}
     pieces, first = [], 0
     for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
-        pieces.append(_merged(rows, logits=tile, first_token=first, **of_tiles))
+        pieces.append(merged(rows, logits=tile, first_token=first, **of_tiles))
         first += tile.shape[-1]
     state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
     if draw.flag():
-        state[..., :1, :] = _merged(1)  # the state of a row in which all logits are -inf
+        state[..., :1, :] = merged(1)  # the state of a row in which all logits are -inf
     return given | {"state": state}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+
 from d3s_kernels._dispatch.libraries import argument_names
 from d3s_kernels.check import tolerances
 from d3s_kernels.check.tolerances import Allowed, equal
@@ -71,6 +73,10 @@ def _drawn_for(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
     """Only the arguments that the op takes: several ops may share a function that draws more."""
     takes = argument_names(name)
     return {argument: part for argument, part in draw_some(draw).items() if argument in takes}
+
+
+def detached(given: Arguments) -> Arguments:
+    return {name: part.detach() if isinstance(part, Tensor) else part for name, part in given.items()}
 
 
 def differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:

@@ -15,6 +15,8 @@ from d3s_kernels.check import tolerances
 from . import head as head  # each file puts its ops into the table
 from . import logprobs, rollouts, tokens
 from . import ratios as ratios
+from . import token_logprobs as token_logprobs
+from . import topk_logprobs as topk_logprobs
 from .draw import Draw
 from .meaning import public_arguments
 from .row import OPS as OPS

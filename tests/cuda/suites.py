@@ -8,7 +8,8 @@ read it without torch.
 GROUPS = (
     ("test_table.py", "test_logprob_entropy.py", "test_sampling_masks.py", "test_compact.py", "test_faults.py"),
     ("test_topk_mask.py", "test_topk_steps.py", "test_select_tokens.py", "test_max_variance.py", "test_invariance.py"),
-    ("test_ratios.py", "test_group_advantages.py", "test_softmax_state.py"),
+    ("test_ratios.py", "test_group_advantages.py", "test_softmax_state.py", "test_token_logprobs.py"),
+    ("test_topk_logprobs.py",),
     ("test_sampling_masks_head.py",),
 )
 KERNELS = "cuda_shim/kernels.py"  # tests of what only the CUDA kernels have
@@ -19,6 +20,8 @@ NOT_IN_TRITON = (
     "test_group_advantages.py",
     "test_ratios.py",
     "test_sampling_masks_head.py",
+    "test_token_logprobs.py",
+    "test_topk_logprobs.py",
     "test_topk_steps.py",
 )
 _ALL = sum(GROUPS, ())
