@@ -348,7 +348,7 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
     """Overwrites a tile's logits with their gradient. A gradient in a narrower dtype fills only the front part of each
     row.
     """
-    tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
+    tile, cap, first = head.logits(rows.hidden, tokens, room), head.softcap, problem.shard.token(tokens.start)
     gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.
     step = max(1, len(tile) if cap is None else _STRIP // max(1, tile.shape[1]))
@@ -358,13 +358,13 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
         grad_logprob, grad_entropy, *statistics = part.incoming
         _op.logprob_entropy_backward_.default(
-            grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.token(tokens.start),
+            grad_logprob, grad_entropy, logits, part.targets, *statistics, first,
             *part.temperature, gradient.dtype if slope is None else None,
         )  # fmt: skip
         if part.tokens is not None:
             token_ids, labels, values = part.tokens
             to = gradient[strip] if slope is None else logits
-            _op.put_token_gradients_.default(to, token_ids, labels, values, problem.shard.token(tokens.start))
+            _op.put_token_gradients_.default(to, token_ids, labels, values, first)
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
     zero_behind_rows_(gradient)

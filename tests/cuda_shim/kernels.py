@@ -128,6 +128,7 @@ def cases() -> dict[str, Case]:
         "logprob_entropy, a sampling mask": Case(lambda: d3s.logprob_entropy(logits, labels, **kept, max_dense_rows=1)),
         "logprob_entropy_backward, a sampling mask": Case(lambda: gradient(logits, labels, **kept)),
         "linear_logprob_entropy, a sampling mask": Case(lambda: head(max_dense_rows=0)),
+        "token_logprobs": Case(lambda: of_ids(logits[:2], EDGES.expand(2, -1), labels[:2])),
         "topk_mask, one block": Case(lambda: d3s.topk_mask(scores, 0.1)),
         "topk_mask, pieces": Case(lambda: d3s.topk_mask(many_scores, 0.1), tight),
         "topk_mask, ragged": Case(lambda: d3s.topk_mask(scores, 0.1, offsets=ragged)),
@@ -148,6 +149,19 @@ def cases() -> dict[str, Case]:
         "importance_ratio, groups": Case(lambda: d3s.importance_ratio(moved, rewards, **in_groups)),
         "adaptive_clip": Case(lambda: d3s.adaptive_clip(rewards, groups, vocab_size=100, offsets=ragged)),
     }
+
+
+# Ids at the edges of slices, of words of bits and of vectors; one comes twice.
+EDGES = torch.tensor([0, SLICE - 1, SLICE, -1, SLICE + 7, SLICE + 8, 31, 32, SLICE - 1, 33])
+
+
+def of_ids(logits: Tensor, ids: Tensor, labels: Tensor) -> list[Tensor]:
+    """The results of token_logprobs, and the gradient of their sum with different weights."""
+    leaf = logits.detach().requires_grad_()
+    found = d3s.token_logprobs(leaf, ids, labels)
+    weights = torch.linspace(-1, 2, ids.shape[1])
+    total = (found.logprobs.where(ids >= 0, 0) * weights).sum() + 2 * found.tail_logprob.sum() - found.entropy.sum()
+    return [*(part.detach() for part in found), *torch.autograd.grad(total + found.logprob.sum(), leaf)]
 
 
 STRETCH = 256  # kStretch in csrc/cuda/support_sums.h
@@ -253,6 +267,25 @@ def test_gradient_of_tiles(dtype: torch.dtype) -> None:
         tile, wanted = (part[:, first : first + SLICE].contiguous() for part in (logits, whole))
         OP.logprob_entropy_backward_(*g, tile, labels, *statistics, first)
         assert_same_bits(tile, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_given_ids_in_slices_and_tiles_and_misaligned_rows(dtype: torch.dtype) -> None:
+    logits, labels = random_logits(2, SLICE + 9, dtype=dtype), torch.tensor([SLICE + 7, -100])
+    logits[1, SLICE] += 20  # a given id with nearly all of the probability
+    ids = EDGES.expand(2, -1).contiguous()
+    expected = of_ids(logits, ids, labels)
+    exact = reference.token_logprobs(logits, ids, labels)
+    for found, of_reference in zip(expected, exact, strict=False):
+        torch.testing.assert_close(found.double(), of_reference, rtol=1e-6, atol=1e-5)
+    for moved in itertools.islice(at_every_place(logits), 1, None, 3):
+        assert_same(d3s.token_logprobs(moved, ids, labels), expected[:4])
+    state = torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan]]).repeat(2, 1)
+    taken = torch.full(ids.shape, torch.nan)
+    for first in (0, SLICE):
+        tile = logits[:, first : first + SLICE].contiguous()
+        OP.token_softmax_state_(state, taken, tile, labels, ids, first)
+    assert_same(OP.token_logprobs_finish(state, taken, ids)[:2], expected[:2])
 
 
 # ---- selections: both sides of every threshold -----------------------------------------------------------------------

@@ -172,10 +172,10 @@ def test_without_triton_and_without_our_kernels_it_says_so(monkeypatch: pytest.M
 
 def test_other_outputs_are_left_to_trl() -> None:
     hidden, weight = torch.zeros(1, 4), torch.zeros(5, 4)
-    assert our_head._why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "is_top1")) == "is_top1 is asked for"
-    assert our_head._why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "entropy")) is None
-    assert "scales its logits by -1" in our_head._why_not(hidden, weight, torch.float32, -1.0, ())
-    assert "tensors on meta" in our_head._why_not(hidden.to("meta"), weight, torch.float32, 1.0, ())
+    assert our_head.why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "is_top1")) == "is_top1 is asked for"
+    assert our_head.why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "entropy")) is None
+    assert "scales its logits by -1" in our_head.why_not(hidden, weight, torch.float32, -1.0, ())
+    assert "tensors on meta" in our_head.why_not(hidden.to("meta"), weight, torch.float32, 1.0, ())
 
 
 def test_trl_is_as_it_was_afterwards() -> None:

@@ -104,6 +104,15 @@ def test_parameters_are_as_they_were(name: str) -> None:
     assert " ".join(inspect.signature(found).parameters) == surface.PARAMETERS[name]
 
 
+@pytest.mark.parametrize("name", surface.DISTILLATION)
+def test_parameters_of_distillation_are_as_they_were(name: str) -> None:
+    """What the loss does with them, the tests of the trainers compare."""
+    pytest.importorskip("trl", minversion="1.16")
+    module, _, path = name.partition(":")
+    found = functools.reduce(getattr, path.split("."), importlib.import_module(f"trl.{module}"))
+    assert " ".join(inspect.signature(found).parameters) == surface.DISTILLATION[name]
+
+
 def test_a_term_that_the_selection_does_not_cover_is_seen(with_trls: Callable, saved: str) -> None:
     """By its gradient: here, a KL term with another denominator."""
     with_trls({"self.beta * per_token_kl\n": "self.beta * per_token_kl * mask.sum(-1, keepdim=True)\n"})

@@ -50,6 +50,23 @@ PARAMETERS = {
     ),
     "utils._use_triton": "device",
 }
+# The same for distillation, below trl instead of trl.trainer.
+_ASYNC, _SERVER = (f"experimental.{name}.{name}_trainer" for name in ("async_distillation", "server_distillation"))
+DISTILLATION = {
+    f"{_ASYNC}:AsyncDistillationTrainer._compute_loss": "self unwrapped_model inputs",
+    f"{_ASYNC}:_chunked_jsd_loss": (
+        "hidden_valid lm_head_weight lm_head_bias logit_scale final_logit_softcapping target_ids teacher_target_logps "
+        "valid_candidate_mask beta temperature add_tail_bucket teacher_id_idx num_teachers chunk_size"
+    ),
+    f"{_ASYNC}:_add_tail_bucket": "log_probs valid_mask",
+    f"{_ASYNC}:_jsd_divergence": "student_log_probs teacher_log_probs beta support_mask",
+    f"{_SERVER}:ServerDistillationTrainer.compute_loss": "self model inputs return_outputs num_items_in_batch",
+    "trainer.distillation_trainer:DistillationTrainer._get_last_hidden_state": (
+        "self unwrapped_model input_ids attention_mask logits_to_keep pixel_values image_grid_thw pixel_attention_mask "
+        "spatial_shapes image_sizes token_type_ids mm_token_type_ids image_position_ids"
+    ),
+    "models.utils:_ForwardRedirection.__call__": "self wrapper_module original_module method args kwargs",
+}
 HEAD = ("utils._ChunkedLogProbFunction", "utils._use_triton")  # what TRL's fused head looks up, and ours replaces
 
 # All that the loss reads in the versions that were tested. Another name may bring a term that the selection does not

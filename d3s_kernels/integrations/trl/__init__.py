@@ -24,17 +24,20 @@ from .trainer import D3STrainer
 if TYPE_CHECKING:
     from .async_config import D3SAsyncGRPOConfig
     from .async_trainer import D3SAsyncGRPOTrainer
+    from .distillation import D3SAsyncDistillationTrainer, D3SServerDistillationTrainer
 
 __all__ = [
-    "D3SAsyncGRPOConfig", "D3SAsyncGRPOTrainer", "D3SConfig", "D3STrainer", "UnknownTRL", "UnsupportedHead",
+    "D3SAsyncDistillationTrainer", "D3SAsyncGRPOConfig", "D3SAsyncGRPOTrainer", "D3SConfig",
+    "D3SServerDistillationTrainer", "D3STrainer", "UnknownTRL", "UnsupportedHead",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the asynchronous trainer only when it is first used: it is experimental in TRL, and some versions of TRL
-    do not have it.
-    """
-    modules = {"D3SAsyncGRPOConfig": "async_config", "D3SAsyncGRPOTrainer": "async_trainer"}
+    """Imports a trainer that is experimental in TRL only when it is first used: some versions of TRL do not have it."""
+    modules = {
+        "D3SAsyncGRPOConfig": "async_config", "D3SAsyncGRPOTrainer": "async_trainer",
+        "D3SAsyncDistillationTrainer": "distillation", "D3SServerDistillationTrainer": "distillation",
+    }  # fmt: skip
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if (wrong := untested("trl", trl.__version__, "1.16", "1.17", "tests/trainers")) is not None:

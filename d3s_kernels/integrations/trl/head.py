@@ -100,15 +100,11 @@ class OurHead:
         outputs: tuple[str, ...] = ("entropy",),
     ) -> tuple[Tensor | None, ...]:
         """Computes log-probabilities and entropies, with the arguments and the results of TRL's function."""
-        known = self.model_head
-        if not (known is None or (math.isclose(logit_scale, known.scale) and final_logit_softcapping == known.softcap)):
-            raise UnsupportedHead(
-                f"lm_head: TRL scales the logits of {known.name} by {logit_scale:.6g} and caps them at "
-                f"{final_logit_softcapping}; the model itself by {known.scale:.6g} and at {known.softcap}"
-            )
+        if self.model_head is not None:
+            require_same_logits(self.model_head, logit_scale, final_logit_softcapping)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        reason = _why_not(hidden, weight, dtype, logit_scale, outputs)
+        reason = why_not(hidden, weight, dtype, logit_scale, outputs)
         if reason is not None:
             if self.sets is not None:
                 raise RuntimeError(
@@ -117,23 +113,19 @@ class OurHead:
                 )
             if _TRLS_HEAD is None:
                 raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and TRL's needs Triton")
-            if reason not in _said:
-                _said.add(reason)
-                warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=2)
+            say_that_trls_head_is_used(reason)
             theirs: tuple[Tensor | None, ...] = _TRLS_HEAD.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
             return theirs
         bias = None if bias is None else bias.to(dtype)
-        # With scale s, cap c and temperature T, TRL computes c tanh(s x / c) / T from a logit x. Our op has no scale,
-        # but the formula equals (c/s) tanh(x / (c/s)) / (T/s). So our op gets the cap c/s and the temperature T/s.
-        cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
+        temperature, cap = without_scale(logit_scale, temperature, final_logit_softcapping)
         sets = None
         if self.sets is not None:  # selects the labelled tokens' sets without a host sync: their number is len(targets)
             places, _ = ops.compact(self.sets[1], len(targets))
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
-            hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature / logit_scale), cap,
+            hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature), cap,
             logits_dtype=dtype_of_logits(self.logits_dtype, dtype),
             supports=supports_of(sets, None if sets is None else 0, hidden),
         )  # fmt: skip
@@ -210,8 +202,38 @@ class ScoredModel:
             return self._model(labels=labels, **inputs)
 
 
-def _why_not(
-    hidden: Tensor, weight: Tensor, dtype: torch.dtype, logit_scale: float, outputs: tuple[str, ...]
+def require_same_logits(head: ModelHead, logit_scale: float, final_logit_softcapping: float | None) -> None:
+    """Checks that the scale and the soft cap that TRL has read are those of the model.
+
+    Raises:
+        UnsupportedHead: they differ.
+    """
+    if not math.isclose(logit_scale, head.scale) or final_logit_softcapping != head.softcap:
+        raise UnsupportedHead(
+            f"lm_head: TRL scales the logits of {head.name} by {logit_scale:.6g} and caps them at "
+            f"{final_logit_softcapping}; the model itself by {head.scale:.6g} and at {head.softcap}"
+        )
+
+
+def without_scale(
+    logit_scale: float, temperature: float, final_logit_softcapping: float | None
+) -> tuple[float, float | None]:
+    """Returns the temperature and the soft cap with which our ops, which have no scale, compute TRL's logits."""
+    # With scale s, cap c and temperature T, TRL computes c tanh(s x / c) / T from a logit x. This formula equals
+    # (c/s) tanh(x / (c/s)) / (T/s). So our ops get the cap c/s and the temperature T/s.
+    cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
+    return temperature / logit_scale, cap
+
+
+def say_that_trls_head_is_used(reason: str) -> None:
+    """Warns once for each reason."""
+    if reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=3)
+
+
+def why_not(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, logit_scale: float, outputs: tuple[str, ...] = ()
 ) -> str | None:
     """Returns the reason why our head cannot be used, or None if it can be used."""
     if hasattr(weight, "ds_id"):
