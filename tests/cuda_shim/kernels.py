@@ -129,6 +129,8 @@ def cases() -> dict[str, Case]:
         "logprob_entropy_backward, a sampling mask": Case(lambda: gradient(logits, labels, **kept)),
         "linear_logprob_entropy, a sampling mask": Case(lambda: head(max_dense_rows=0)),
         "token_logprobs": Case(lambda: of_ids(logits[:2], EDGES.expand(2, -1), labels[:2])),
+        "largest logits": Case(lambda: d3s.topk_logprobs(logits[:2], 40)),
+        "largest logits, more ties than fit": Case(lambda: d3s.topk_logprobs(logits[:2].sign(), 40)),
         "topk_mask, one block": Case(lambda: d3s.topk_mask(scores, 0.1)),
         "topk_mask, pieces": Case(lambda: d3s.topk_mask(many_scores, 0.1), tight),
         "topk_mask, ragged": Case(lambda: d3s.topk_mask(scores, 0.1, offsets=ragged)),
@@ -286,6 +288,24 @@ def test_given_ids_in_slices_and_tiles_and_misaligned_rows(dtype: torch.dtype) -
         tile = logits[:, first : first + SLICE].contiguous()
         OP.token_softmax_state_(state, taken, tile, labels, ids, first)
     assert_same(OP.token_logprobs_finish(state, taken, ids)[:2], expected[:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_of_slices_and_tiles_and_misaligned_rows(dtype: torch.dtype) -> None:
+    logits = random_logits(2, SLICE + 1000, dtype=dtype)
+    logits[1] = logits[1].sign()  # more ties than candidates fit
+    expected = d3s.topk_logprobs(logits, 90)
+    assert torch.equal(expected.token_ids, reference.topk_logprobs(logits, 90).token_ids)
+    for moved in itertools.islice(at_every_place(logits), 1, None, 3):
+        assert_same(d3s.topk_logprobs(moved, 90), expected)
+    for edges in ((0, SLICE + 1000), (0, SLICE, SLICE + 1000)):
+        state = torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan]]).repeat(2, 1)
+        best = torch.full((2, 90), torch.iinfo(torch.int64).min)
+        for first, last in itertools.pairwise(edges):
+            OP.topk_softmax_state_(state, best, logits[:, first:last].contiguous(), first)
+        if len(edges) == 2:
+            whole = state, best
+        assert_same((state, best), whole)
 
 
 # ---- selections: both sides of every threshold -----------------------------------------------------------------------
@@ -681,6 +701,15 @@ def test_launches_and_bytes_of_the_head() -> None:
     results = forward()
     found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
     assert found[:3] == (11, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_launches_and_bytes_of_the_largest_logits(dtype: torch.dtype) -> None:
+    """Each logit is read twice, the second time from the caches: a slice is smaller than they are."""
+    logits = random_logits(3, 2 * SLICE, dtype=dtype)
+    found = asked(lambda: d3s.topk_logprobs(logits, 64))
+    assert found[:3] == (3, 0, 2 * logits.numel() * logits.element_size())
 
 
 @emulated
