@@ -1,7 +1,8 @@
 // Finds the largest logits of rows, and merges all other logits into the rows' softmax states.
 //
 //   launch                         kernel       reads                          -> writes
-//   topk_softmax_state_ (slices)   top_slices   logits                         -> slice_states, found
+//   topk_softmax_state_ (slices)   top_slices   logits                         -> slice_states, found, exceeded
+//   topk_softmax_state_ (ties)     tied_slices  logits, exceeded               -> slice_states, found
 //   topk_softmax_state_ (merge)    merge_best   slice_states, found            -> states, best
 //
 // top_slices has a block for each slice of a row. The slice is read twice, the second time from the caches:
@@ -11,8 +12,8 @@
 //   2. The second pass collects the logits that reach this bound, and adds up all others.
 //
 // The collected logits are sorted. The first k of them are the k largest of the slice; the others are added to the sums
-// in this order. If the collected logits do not fit into shared memory, for example because all logits are equal, a
-// search digit by digit finds the k-th largest logit, and the second pass is made again. The result is the same.
+// in this order. If the collected logits do not fit into shared memory, for example because all logits are equal,
+// tied_slices searches the k-th largest logit digit by digit, and makes the second pass again.
 //
 // merge_best goes through the slices of a row from left to right. Of the entries in `best` and of the slice's k
 // entries, the k largest stay in `best`; the others are added to the row's state.
@@ -55,27 +56,9 @@ struct Place {
   int begin, end;
 };
 
-// Makes candidates of the elements of a vector that are at least `smallest`, and returns the vector with -inf in their
-// places. `lowest` is the logit of `smallest`. This is rare, so it is a subroutine, which leaves the registers to the
-// loop that calls it.
-template <class T>
-__device__ D3S_NOINLINE uint4 without_candidates(uint4 vector, int column, int end, float lowest, TopkEntry smallest) {
-  Candidates& candidates = dynamic_shared<SliceRoom>()->candidates;
-  float rest[kPerVector<T>];
-  int i = 0;
-  for_elements<T>(vector, [&](float z) {
-    const TopkEntry entry = topk_entry(order_key_of_number(z), column + i);
-    const bool is_candidate = z >= lowest && entry >= smallest && column + i < end;
-    if (is_candidate) {
-      const unsigned slot = atomicAdd(&candidates.count, 1u);
-      if (slot < kMostCandidates) candidates.inverted[slot] = ~entry;
-    }
-    rest[i++] = is_candidate ? -INFINITY : z;
-  });
-  return vector_of<T>(rest);
-}
-
-// The elements of a slice that are smaller than `smallest`. The others become candidates, and -inf.
+// The elements of a slice that are smaller than the entry `smallest` or, if not kExact, than its logit, which takes fewer
+// registers. The others become candidates, and -inf.
+template <bool kExact>
 struct SmallElements {
   TopkEntry smallest;
   float lowest;  // the logit of `smallest`
@@ -84,7 +67,34 @@ struct SmallElements {
   template <class T>
   __device__ __forceinline__ uint4 of(const uint4& vector, int column) const {
     const uint4 one[1] = {vector};
-    return largest<T>(one) >= lowest ? without_candidates<T>(vector, column, end, lowest, smallest) : vector;
+    if (!(largest<T>(one) >= lowest)) return vector;  // nearly always
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+    return make_uint4(rest_of<T>(vector.x, column), rest_of<T>(vector.y, column + kPerWord),
+                      rest_of<T>(vector.z, column + 2 * kPerWord), rest_of<T>(vector.w, column + 3 * kPerWord));
+  }
+
+ private:
+  // Returns a word of a vector without its candidates.
+  template <class T>
+  __device__ __forceinline__ uint32_t rest_of(uint32_t word, int column) const {
+    if constexpr (sizeof(T) == 4) {
+      return is_candidate(float_of_bits(word), column) ? kFillWord<T> : word;
+    } else {
+      const Pair z = unpack(word, Tag<T>());
+      uint32_t gone = is_candidate(z.low, column) ? 0xffffu : 0u;
+      if (is_candidate(z.high, column + 1)) gone |= 0xffff0000u;
+      return (word & ~gone) | (kFillWord<T> & gone);
+    }
+  }
+
+  __device__ __forceinline__ bool is_candidate(float z, int column) const {
+    if (!(z >= lowest) || column >= end) return false;
+    const TopkEntry entry = topk_entry(order_key_of_number(z), column);
+    if (kExact && entry < smallest) return false;
+    Candidates& candidates = dynamic_shared<SliceRoom>()->candidates;
+    const unsigned slot = atomicAdd(&candidates.count, 1u);
+    if (slot < kMostCandidates) candidates.inverted[slot] = ~entry;
+    return true;
   }
 };
 
@@ -147,14 +157,14 @@ __device__ uint32_t lower_bound(const RowReader<T, kAligned>& reader, Place plac
 
 // Finds the k-th largest entry of a slice that has at least k numbers. This is slow and rare.
 template <class T, bool kAligned>
-__device__ D3S_NOINLINE TopkEntry kth_entry(RowReader<T, kAligned> reader, Place place, int k, SliceRoom& room,
-                                            BlockGroup block) {
+__device__ TopkEntry kth_entry(const RowReader<T, kAligned>& reader, Place place, int k, SliceRoom& room,
+                               const BlockGroup& block) {
   constexpr int kApart = kWarp * kPerVector<T>;
   uint32_t* histogram = room.histogram();
   const auto count_digit = [&](const auto& count) {  // count(key, column) for each logit
     clear_histogram(histogram, block);
     for_turns(reader, place, [&](const uint4(&vectors)[kInFlight], int own, int) {
-#pragma unroll 1
+#pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         int column = own + i * kApart;
         for_elements<T>(vectors[i], [&](float z) {
@@ -179,7 +189,8 @@ __device__ D3S_NOINLINE TopkEntry kth_entry(RowReader<T, kAligned> reader, Place
   found.prefix = 0;
   static_assert(kSlice == 1 << 15, "a column in a slice has 15 bits");
 #pragma unroll 1
-  for (const Digit digit : {Digit{7, 8}, Digit{0, 7}}) {
+  for (int number = 0; number < 2; ++number) {
+    const Digit digit = {number == 0 ? 7 : 0, number == 0 ? 8 : 7};
     count_digit([&](uint32_t key, int column) {
       const auto from_end = static_cast<uint32_t>(place.begin + kSlice - 1 - column);
       if (key == kth && digit.follows(from_end, found.prefix)) atomicAdd(&histogram[digit.bin_of(from_end)], 1u);
@@ -189,52 +200,101 @@ __device__ D3S_NOINLINE TopkEntry kth_entry(RowReader<T, kAligned> reader, Place
   return topk_entry(kth, place.begin + kSlice - 1 - static_cast<int>(found.prefix));
 }
 
-// found[slice of a row][k] are the largest entries of the slice, the largest first, with kNoEntry at the end where the
-// slice has fewer than k numbers.
+// What the blocks of a launch have in common. found[slice of a row][k] are the largest entries of the slice, the largest
+// first, with kNoEntry at the end where the slice has fewer than k numbers.
+struct SlicesOutput {
+  int k;
+  SoftmaxState* states;
+  TopkEntry* found;
+  bool* exceeded;  // whether the slice has more candidates than fit
+};
+
+// One slice of a row, which a block computes.
+template <class T, bool kAligned>
+class SliceBlock {
+ public:
+  __device__ SliceBlock(const LogitsRows& rows, const SlicesOutput& out)
+      : rows_(rows),
+        out_(out),
+        room_(*dynamic_shared<SliceRoom>()),
+        block_(room_.group),
+        columns_(static_cast<int>(rows.layout.columns)),
+        row_(blockIdx.x / slices_of(columns_)),
+        slice_(static_cast<int>(blockIdx.x % slices_of(columns_))),
+        place_{slice_ * kSlice, min((slice_ + 1) * kSlice, columns_)} {}
+
+  __device__ bool masked_out() const { return rows_.masked_out(row_); }
+  __device__ RowReader<T, kAligned> reader() const { return {row_at<T>(rows_, row_), columns_}; }
+  __device__ TopkEntry lower_bound() const {
+    return TopkEntry{d3s::lower_bound(reader(), place_, out_.k, room_, block_)} << 32;
+  }
+  __device__ TopkEntry kth_entry() const { return d3s::kth_entry(reader(), place_, out_.k, room_, block_); }
+
+  // Collects the elements from `smallest` on, and adds up all others. Returns whether the candidates fit.
+  template <bool kExact>
+  __device__ bool collect(TopkEntry smallest) const {
+    if (block_.rank == 0) room_.candidates.count = 0;
+    block_.sync();
+    const SmallElements<kExact> elements = {smallest, logit_of(smallest), place_.end};
+    const SoftmaxState share = warp_share(reader(), columns_, slice_, rows_.temperatures[row_], elements);
+    if (block_.rank % kWarp == 0) room_.shares[0][block_.rank / kWarp] = share;
+    block_.sync();
+    return room_.candidates.count <= kMostCandidates;
+  }
+
+  // Writes the k largest candidates, and the state of all other elements.
+  __device__ void write() const {
+    const Candidates& candidates = room_.candidates;
+    const int count = static_cast<int>(candidates.count), k = out_.k;
+    const float temperature = rows_.temperatures[row_], scale = kLog2E / temperature;
+    bitonic_sort(room_.candidates.inverted, count, block_);
+    for (int i = block_.rank; i < k; i += kThreads)
+      out_.found[int64_t{blockIdx.x} * k + i] =
+          i < count ? ~candidates.inverted[i] - rows_.id(0) : kNoEntry;  // ids instead of columns
+    LaneState outside;
+    for (int i = k + block_.rank; i < count; i += kThreads) {
+      const float z[1] = {logit_of(~candidates.inverted[i])};
+      outside.add(z, scale);
+    }
+    const SoftmaxState share = warp_merge(outside.state(scale), 1.f / temperature);
+    if (block_.rank % kWarp == 0) room_.shares[1][block_.rank / kWarp] = share;
+    block_.sync();
+    if (block_.rank >= kWarp) return;
+    const SoftmaxState state = merge(merge_shares(room_.shares[0], temperature),
+                                     merge_shares(room_.shares[1], temperature), 1.f / temperature);
+    if (block_.rank == 0) out_.states[blockIdx.x] = state;
+  }
+
+ private:
+  const LogitsRows& rows_;
+  const SlicesOutput& out_;
+  SliceRoom& room_;
+  const BlockGroup block_;
+  const int columns_;
+  const int64_t row_;
+  const int slice_;
+  const Place place_;
+};
+
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
-    top_slices(const __grid_constant__ LogitsRows rows, int k, SoftmaxState* slice_states, TopkEntry* found) {
-  SliceRoom& room = *dynamic_shared<SliceRoom>();
-  const BlockGroup block(room.group);
-  const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
-  const int warp = block.rank / kWarp, lane = block.rank % kWarp;
-  const int64_t row = blockIdx.x / slices;
-  if (rows.masked_out(row)) return;
-  const int slice = static_cast<int>(blockIdx.x % slices);
-  const Place place = {slice * kSlice, min((slice + 1) * kSlice, columns)};
-  const float temperature = rows.temperatures[row], scale = kLog2E / temperature;
-  const RowReader<T, kAligned> reader(row_at<T>(rows, row), columns);
-  Candidates& candidates = room.candidates;
+    top_slices(const __grid_constant__ LogitsRows rows, const __grid_constant__ SlicesOutput out) {
+  const SliceBlock<T, kAligned> block(rows, out);
+  if (block.masked_out()) return;
+  const bool fit = block.template collect<false>(block.lower_bound());
+  if (threadIdx.x == 0) out.exceeded[blockIdx.x] = !fit;
+  if (fit) block.write();
+}
 
-  TopkEntry smallest = TopkEntry{lower_bound(reader, place, k, room, block)} << 32;
-#pragma unroll 1
-  for (bool is_exact = false;; is_exact = true) {
-    if (block.rank == 0) candidates.count = 0;
-    block.sync();
-    const SmallElements elements = {smallest, logit_of(smallest), place.end};
-    const SoftmaxState share = warp_share(reader, columns, slice, temperature, elements);
-    if (lane == 0) room.shares[0][warp] = share;
-    block.sync();
-    if (is_exact || candidates.count <= kMostCandidates) break;
-    smallest = kth_entry(reader, place, k, room, block);
-  }
-  const int count = static_cast<int>(candidates.count);
-  bitonic_sort(candidates.inverted, count, block);
-  for (int i = block.rank; i < k; i += kThreads)
-    found[int64_t{blockIdx.x} * k + i] =
-        i < count ? ~candidates.inverted[i] - rows.id(0) : kNoEntry;  // ids instead of columns
-  LaneState outside;
-  for (int i = k + block.rank; i < count; i += kThreads) {
-    const float z[1] = {logit_of(~candidates.inverted[i])};
-    outside.add(z, scale);
-  }
-  const SoftmaxState share = warp_merge(outside.state(scale), 1.f / temperature);
-  if (lane == 0) room.shares[1][warp] = share;
-  block.sync();
-  if (warp > 0) return;
-  const SoftmaxState state =
-      merge(merge_shares(room.shares[0], temperature), merge_shares(room.shares[1], temperature), 1.f / temperature);
-  if (lane == 0) slice_states[blockIdx.x] = state;
+// Computes the slices in which the candidates of top_slices did not fit: a kernel of its own, whose search takes more
+// registers.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1)
+    tied_slices(const __grid_constant__ LogitsRows rows, const __grid_constant__ SlicesOutput out) {
+  const SliceBlock<T, kAligned> block(rows, out);
+  if (block.masked_out() || !out.exceeded[blockIdx.x]) return;
+  block.template collect<true>(block.kth_entry());  // exactly k candidates
+  block.write();
 }
 
 constexpr int kMergers = 128;
@@ -310,15 +370,19 @@ void merge_topk_tile(const LogitsRows& rows, RowState* states, const BestEntries
   const int64_t tasks = count * slices;
   if (tasks == 0) return;
   const int k = static_cast<int>(best.k);
-  auto* slice_states = device.scratch_of<SoftmaxState>(tasks);
-  auto* found = device.scratch_of<TopkEntry>(tasks * k);
+  const SlicesOutput out = {k, device.scratch_of<SoftmaxState>(tasks), device.scratch_of<TopkEntry>(tasks * k),
+                            device.scratch_of<bool>(tasks)};
   dispatch_rows(rows, [&](auto tag, auto aligned) {
-    launch("topk_softmax_state_ (slices)", top_slices<typename decltype(tag)::type, decltype(aligned)::value>, tasks,
-           kThreads, sizeof(SliceRoom), device, rows, k, slice_states, found);
+    using T = typename decltype(tag)::type;
+    constexpr bool kAligned = decltype(aligned)::value;
+    launch("topk_softmax_state_ (slices)", top_slices<T, kAligned>, tasks, kThreads, sizeof(SliceRoom), device, rows,
+           out);
+    launch("topk_softmax_state_ (ties)", tied_slices<T, kAligned>, tasks, kThreads, sizeof(SliceRoom), device, rows,
+           out);
   });
   launch("topk_softmax_state_ (merge)", merge_best, count, kMergers,
          4 * k * sizeof(TopkEntry) + kMergers / kWarp * sizeof(SoftmaxState), device, rows, k,
-         static_cast<const SoftmaxState*>(slice_states), static_cast<const TopkEntry*>(found), states, best.flipped,
+         static_cast<const SoftmaxState*>(out.states), static_cast<const TopkEntry*>(out.found), states, best.flipped,
          device.faults);
 }
 

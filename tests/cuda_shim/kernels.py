@@ -295,7 +295,8 @@ def test_the_largest_of_slices_and_tiles_and_misaligned_rows(dtype: torch.dtype)
     logits = random_logits(2, SLICE + 1000, dtype=dtype)
     logits[1] = logits[1].sign()  # more ties than candidates fit
     expected = d3s.topk_logprobs(logits, 90)
-    assert torch.equal(expected.token_ids, reference.topk_logprobs(logits, 90).token_ids)
+    for found, of_reference in zip(expected, reference.topk_logprobs(logits, 90), strict=True):
+        torch.testing.assert_close(found.double(), of_reference.double(), rtol=1e-6, atol=1e-5)
     for moved in itertools.islice(at_every_place(logits), 1, None, 3):
         assert_same(d3s.topk_logprobs(moved, 90), expected)
     for edges in ((0, SLICE + 1000), (0, SLICE, SLICE + 1000)):
@@ -709,7 +710,7 @@ def test_launches_and_bytes_of_the_largest_logits(dtype: torch.dtype) -> None:
     """Each logit is read twice, the second time from the caches: a slice is smaller than they are."""
     logits = random_logits(3, 2 * SLICE, dtype=dtype)
     found = asked(lambda: d3s.topk_logprobs(logits, 64))
-    assert found[:3] == (3, 0, 2 * logits.numel() * logits.element_size())
+    assert found[:3] == (4, 0, 2 * logits.numel() * logits.element_size())
 
 
 @emulated
