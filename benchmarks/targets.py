@@ -66,6 +66,9 @@ def in_micro_batches(number: int, dropped: str, lengths: str, model: str) -> str
     return f"TRL's update in {number} micro-batches, {dropped}, {lengths}, {model}"
 
 
+TRLS_DISTILLATION = "TRL's distillation, in chunks"
+GIVEN_IDS = "linear_token_logprobs forward, K = 64, wide, bf16, fp32 logits"
+GIVEN_IDS_STEP = "linear_token_logprobs forward + backward, K = 64, wide, bf16, fp32 logits"
 TOPK_AND_LOGSUMEXP, HEAD_ALONE = "topk + logsumexp", "linear_logprob_entropy"
 
 
@@ -136,6 +139,9 @@ CPU: tuple[Target, ...] = (
     *(Within(f"{HEAD_STEP}, {half}{AVX2_ALONE}", "float32", 1.25) for half in ("bfloat16", "float16")),
     Within(FEW[0], "all tokens", 0.42),
     Within(ADDED, "autograd adds it"),
+    Within(GIVEN_IDS, HEAD_ALONE, 1.05),
+    Within(GIVEN_IDS_STEP, HEAD_ALONE, 1.1),
+    *(Faster(contest, (TRLS_DISTILLATION,), 4) for contest in (GIVEN_IDS, GIVEN_IDS_STEP)),
     Faster(largest(64), (TOPK_AND_LOGSUMEXP,), 3),
     Within(largest_of_head(64), HEAD_ALONE, 1.1),
     Within(largest_of_head(256), HEAD_ALONE, 1.2),
@@ -185,6 +191,9 @@ CUDA: tuple[Target, ...] = (
     *(Within(contest, "all tokens", 0.34, same_clock=True) for contest in FEW),
     Within(FEW[0], f"{LIGER}, all tokens", 0.34),
     Within(ADDED, "autograd adds it"),
+    Within(GIVEN_IDS, HEAD_ALONE, 1.05),
+    Within(GIVEN_IDS_STEP, HEAD_ALONE, 1.1),
+    *(Faster(contest, (TRLS_DISTILLATION,), 8) for contest in (GIVEN_IDS, GIVEN_IDS_STEP)),
     Within(largest(64), "read", 1.3),
     Faster(largest(64), (TOPK_AND_LOGSUMEXP,), 3),
     Within(largest_of_head(64), HEAD_ALONE, 1.1),
