@@ -56,8 +56,8 @@ struct Place {
   int begin, end;
 };
 
-// The elements of a slice that are smaller than the entry `smallest` or, if not kExact, than its logit, which takes fewer
-// registers. The others become candidates, and -inf.
+// The elements of a slice that are smaller than the entry `smallest` or, if not kExact, than its logit, which takes
+// fewer registers. The others become candidates, and -inf.
 template <bool kExact>
 struct SmallElements {
   TopkEntry smallest;
@@ -200,8 +200,8 @@ __device__ TopkEntry kth_entry(const RowReader<T, kAligned>& reader, Place place
   return topk_entry(kth, place.begin + kSlice - 1 - static_cast<int>(found.prefix));
 }
 
-// What the blocks of a launch have in common. found[slice of a row][k] are the largest entries of the slice, the largest
-// first, with kNoEntry at the end where the slice has fewer than k numbers.
+// What the blocks of a launch have in common. found[slice of a row][k] are the largest entries of the slice, the
+// largest first, with kNoEntry at the end where the slice has fewer than k numbers.
 struct SlicesOutput {
   int k;
   SoftmaxState* states;
