@@ -205,7 +205,10 @@ def backends() -> dict[str, dict[str, str]]:
         'cpu'
     """
     ops = {op: op for op in _torch.KERNELS if hasattr(reference, op)}  # the others are only steps of these ops
-    ops["linear_logprob_entropy"] = "softmax_state_"  # the LM head calls this op and torch's matrix products in a loop
+    # The LM head calls one of these ops and torch's matrix products in a loop.
+    ops["linear_logprob_entropy"] = "softmax_state_"
+    ops |= dict.fromkeys(("token_logprobs", "linear_token_logprobs"), "token_softmax_state_")
+    ops |= dict.fromkeys(("topk_logprobs", "linear_topk_logprobs"), "topk_softmax_state_")
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 
 

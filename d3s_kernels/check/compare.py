@@ -13,7 +13,7 @@ from torch import Tensor
 from .._arguments.checks import as_bool, require_plain
 from .._dispatch import backends
 from .._lm_head.problem import operands
-from ..logprobs import logprob_entropy, token_logprobs
+from ..logprobs import logprob_entropy, token_logprobs, topk_logprobs
 from ..off_policy import importance_ratio
 from ..rollouts import select_rollouts
 from ..support.sampling_mask import SamplingMask
@@ -140,7 +140,7 @@ def row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
 
 def public(name: str) -> Callable[..., Any]:
     """Returns the public function with this name, which must be in ``FUNCTIONS``."""
-    modules = (importance_ratio, select_rollouts, select_tokens, logprob_entropy, token_logprobs)
+    modules = (importance_ratio, select_rollouts, select_tokens, logprob_entropy, token_logprobs, topk_logprobs)
     function: Callable[..., Any] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return function
 
