@@ -14,7 +14,7 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels._torch.topk_logprobs import NO_ENTRY, ids_of
+from d3s_kernels._segments.topk_entry import NO_ENTRY, ids_of
 
 OPS = torch.ops.d3s_kernels
 LOWEST = torch.finfo(torch.float32).min

@@ -19,7 +19,7 @@ from .._dispatch.faults import look
 from .._dispatch.libraries import named
 from .._dispatch.over_supports import TEMPERATURE_AND_MASK
 from .._dispatch.registration import declare, refuse_unreadable, register_no_gradient
-from .._torch.topk_logprobs import NO_ENTRY, ids_of, logits_of
+from .._segments.topk_entry import NO_ENTRY, ids_of, logits_of
 from .forward import PackedRows, Picked, no_logits
 from .op import HEAD, SHARD, head_arguments, problem_of
 from .problem import HeadProblem, Shard

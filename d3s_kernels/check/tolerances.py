@@ -246,7 +246,8 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
     of_ids = {"token_ids": token_ids, **rows}
     taken = {"taken": normal(5, 3).masked_fill(token_ids == 3, math.nan), "state": states}
     of_rows = {"tail_logprob": -normal(5).abs(), "logprob": -normal(5).abs(), "entropy": torch.ones(5)}
-    of_rows |= {"grad_logprobs": normal(5, 3), "grad_tail_logprob": normal(5), "logprobs": -normal(5, 3).abs()}
+    of_rows |= {"grad_logprobs": normal(5, 3), "grad_tail_logprob": normal(5)}
+    of_rows["logprobs"] = -normal(5, 8).abs().gather(1, token_ids.clamp(min=0))  # the same for equal ids
     places = {"rows": torch.tensor([0, 0, 0, -1, -1, 4, 4, 0, -1, -1, -1, -1]).int(), "grad": normal(12)}
     places["tokens"] = torch.arange(12).int() % 5
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d3s_kernels._torch.topk_logprobs import NO_ENTRY
+from d3s_kernels._segments.topk_entry import NO_ENTRY
 from d3s_kernels.check import tolerances
 
 from .draw import Draw
