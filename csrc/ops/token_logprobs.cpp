@@ -7,7 +7,8 @@ namespace d3s {
 namespace {
 
 // Checks given ids, [rows, K]. The result points into `owner`.
-TokenIds token_ids_of(const Tensor& ids, int64_t rows, const LogitsRows* of, const Tensor& like, Tensor& owner) {
+TokenIds token_ids_of(const Tensor& ids, int64_t rows, const LogitsRows* of, const Tensor& like,
+                      OptionalTensor& owner) {
   const auto type = ids.scalar_type();
   require(type == ScalarType::Int || type == ScalarType::Long, "token_ids", "got dtype ", dtype(ids),
           "; takes int32 or int64");
@@ -19,7 +20,7 @@ TokenIds token_ids_of(const Tensor& ids, int64_t rows, const LogitsRows* of, con
     return type == ScalarType::Int ? TokenIds{data<int32_t>(tensor), nullptr, ids.size(1)}
                                    : TokenIds{nullptr, data<int64_t>(tensor), ids.size(1)};
   };
-  if (const OptionalTensor known = of ? on_host(owner) : OptionalTensor()) {
+  if (const OptionalTensor known = of ? on_host(*owner) : OptionalTensor()) {
     const TokenIds values = pointers(*known);
     const std::string end = of->vocabulary < INT64_MAX ? std::to_string(of->vocabulary) : "V";
     for (int64_t row = 0; row < rows; ++row)
@@ -29,7 +30,7 @@ TokenIds token_ids_of(const Tensor& ids, int64_t rows, const LogitsRows* of, con
                 "; takes -1 (no id) or a token in [0, ", end, ")");
       }
   }
-  return pointers(owner);
+  return pointers(*owner);
 }
 
 // Requires contiguous float32 values of shape [rows, width].
@@ -47,7 +48,7 @@ void token_softmax_state_(const Tensor& state, const Tensor& taken, const Tensor
   const LogitsArgument argument(logits, labels, temperature, mask, tile);
   const int64_t count = argument.rows.layout.count;
   require_states_of(state, logits, count);
-  Tensor owner;
+  OptionalTensor owner;
   const TokenIds ids = token_ids_of(token_ids, count, &argument.rows, logits, owner);
   require_matrix("taken", taken, count, ids.width, logits);
   TorchDevice device(logits, PublicOp::kTokenLogprobs);
@@ -60,7 +61,7 @@ SixTensors token_logprobs_finish(const Tensor& state, const Tensor& taken, const
                                  const TemperatureArgument& temperature) {
   require_state(state, true);
   const int64_t count = state.size(state.dim() - 2), shards = state.dim() == 3 ? state.size(0) : 1;
-  Tensor owner;
+  OptionalTensor owner;
   const TokenIds ids = token_ids_of(token_ids, count, nullptr, state, owner);
   require(taken.scalar_type() == ScalarType::Float && taken.dim() == state.dim() && taken.is_contiguous() &&
               same_shape(taken, state, state.dim() - 1) && taken.size(taken.dim() - 1) == ids.width,
@@ -104,7 +105,7 @@ FourTensors token_logprobs_gradient(const OptionalTensor& grad_logprobs, const O
     return data<float>(matrix);
   };
   TokenGradients given;
-  Tensor owner;
+  OptionalTensor owner;
   given.ids = token_ids_of(token_ids, count, nullptr, tail_logprob, owner);
   if (grad_logprobs) given.g_logprobs = per_id("grad_logprobs", *grad_logprobs);
   if (grad_tail_logprob) given.g_tail_logprob = per_row("grad_tail_logprob", *grad_tail_logprob);
@@ -140,7 +141,7 @@ void put_token_gradients_(const Tensor& gradient, const Tensor& token_ids, const
   require(gradient.dim() == 2, "gradient", "got shape ", shape(gradient), "; takes [rows, tile]");
   const LogitsArgument argument(gradient, labels, {}, {}, tile);
   const int64_t count = argument.rows.layout.count;
-  Tensor owner;
+  OptionalTensor owner;
   const TokenIds ids = token_ids_of(token_ids, count, nullptr, gradient, owner);
   require_matrix("values", values, count, ids.width + 1, gradient);
   TorchDevice device(gradient);
