@@ -109,6 +109,7 @@ BY_PARAMETER = {"trainers/test_trl_processes.py"}
 _OF_RAY = ("async", "entropy", "prefixes", "sampling_masks", "trainer", "trust")
 TOGETHER = {f"verl/test_verl_{name}.py": "Ray" for name in _OF_RAY}
 TOGETHER |= {"test_savings.py": "trainers/test_trl_update.py"}
+TOGETHER |= {"verl/test_verl_distillation.py": "verl/test_verl_head.py"}  # processes that have imported verl
 
 
 # Where workers are many and the time is short, as on a GPU: a free worker takes the next test of any file.

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 from tensordict import TensorDict
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils.fsdp_utils import apply_fsdp2
 from verl.utils.torch_functional import entropy_from_logits
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -64,3 +66,58 @@ def sharded_step(
     found = outputs_of("d3s", model, batches[ranks.rank])["log_probs"]
     (found * weights[ranks.rank]).sum().backward()
     return found.detach(), {name: value.grad.full_tensor() for name, value in model.named_parameters()}
+
+
+def distilled(model: Any, data: TensorDict, loss: Any, engine: Any = None) -> tuple[Tensor, dict[str, Any], Any]:
+    """verl's loss and metrics for a model with our head or with logits, and what the loss reads."""
+    engine = engine or bare_engine("d3s")
+    engine.pad_to_length = False  # verl refuses it with a top-k loss
+    inputs, arguments = engine.prepare_model_inputs(data)
+    outputs = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, data, loss)
+    return *loss(model_output=outputs, data=data), outputs
+
+
+def sharded_distillation(ranks: Ranks, batches: list[TensorDict], loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of this rank's batch, and all gradients, in the modules that verl shards."""
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    model = make_model("d3s")
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
+    found = distilled(model, batches[ranks.rank], loss)[0]
+    found.backward()
+    return found.detach(), {name: value.grad.full_tensor() for name, value in model.named_parameters()}
+
+
+def divided_distillation(ranks: Ranks, data: TensorDict, table: Tensor, loss: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a batch whose positions Ulysses divides among the ranks, and the gradient of a table that takes the
+    place of a model: the mean of the ranks' gradients, as FSDP has it.
+    """
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    engine, table = bare_engine("d3s"), table.clone().requires_grad_()
+    engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = True, ranks.size
+    engine.module = SimpleNamespace(config=SimpleNamespace())
+    set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    try:
+        found = distilled(TableModel(table), data, loss, engine)[0]
+        found.backward()
+    finally:
+        set_ulysses_sequence_parallel_group(None)
+    assert table.grad is not None
+    dist.all_reduce(table.grad)
+    return found.detach(), table.grad / ranks.size
+
+
+class TableModel:
+    """Multiplies rows of a table by a head of ones on the diagonal: logits depend on the token before alone."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def __call__(self, input_ids: Tensor, shift_labels: Tensor, temperature: float, **others: Any) -> Any:
+        from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+        head = FusedLinearForPPO(impl_backend="d3s")
+        scores = head(self.table[input_ids], torch.eye(VOCABULARY), shift_labels, temperature)
+        return SimpleNamespace(log_probs=scores[0], entropy=scores[1])

@@ -264,11 +264,6 @@ def test_a_dtype_of_logits_that_is_unknown_or_without_use_is_refused() -> None:
     with pytest.raises(ValueError, match=OURS_BESIDE):
         bare_engine("d3s", logits_dtype="auto").prepare_model_inputs(data)
     bare_engine("torch").prepare_model_inputs(data)
-    data, _, _ = a_micro_batch(packed=True, distillation_use_topk=True)
-    engine = bare_engine("d3s")
-    engine.pad_to_length = False
-    with pytest.raises(ValueError, match="distillation_use_topk: got True; takes False with actor_rollout_ref"):
-        engine.prepare_model_inputs(data)
 
 
 def test_the_trainer_mode_looks_at_the_dtype_of_logits() -> None:

@@ -1,5 +1,6 @@
 """Computes verl's fused LM head with :func:`d3s_kernels.linear_logprob_entropy`, if
-``fused_kernel_options.impl_backend`` is ``d3s``.
+``fused_kernel_options.impl_backend`` is ``d3s``. For verl's top-k distillation loss (:mod:`.distillation`), computes it
+with :func:`d3s_kernels.linear_token_logprobs`.
 
 verl's models with fused kernels pass hidden states and the head's weight to the class ``FusedLinearForPPO``. The
 plug-in replaces this class, the functions that build a model with this class, and the functions that prepare the
@@ -27,9 +28,12 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ..._lm_head.from_model import read_head
 from ..._lm_head.own_logits import UnsupportedHead, UntriedHead, verified_head
 from ...logprobs.logprob_entropy import linear_logprob_entropy
+from ...logprobs.token_logprobs import linear_token_logprobs
 from ...support.sampling_mask import SamplingMask
 from .._head_options import LogitsDtype, dtype_of_logits
 from .checks import head_options
+from .distillation import NAME as DISTILLATION
+from .distillation import Teacher, joined, teacher_of, with_losses
 from .replaced import Replaced
 from .sampling_mask import NOTE, flat_responses, places_of_responses, response_lengths, sampling_mask_of
 
@@ -51,6 +55,7 @@ class Read:
     """Set only in a policy update. For each packed position: whether the position is in the loss, and its old
     log-probability.
     """
+    teacher: Teacher | None = None  # the ids of a top-k distillation loss, for the rows of the mask
     logits_dtype: LogitsDtype = "float32"  # the option
     used: bool = False  # whether our head has computed the micro-batch
 
@@ -79,11 +84,11 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
     except the tokens of padding rows. Any other loss may read all positions. A caller that asks for the model's output
     may also read all positions. ``labels`` has the labels of this process, followed by padding.
     """
-    if tu.get_non_tensor_data(data, "distillation_use_topk", False):
-        raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
     field = tu.get_non_tensor_data(data, NOTE, None)
     if field is not None and engine.use_ulysses_sp:
         raise ValueError(f"ulysses_sequence_parallel_size: got more than 1 with {NOTE}; takes 1")
+    if field is not None and tu.get_non_tensor_data(data, DISTILLATION, False):
+        raise ValueError(f"{DISTILLATION}: got True with {NOTE}; takes False, since a teacher has no supports")
     in_loss = torch.is_grad_enabled() and all(name in data for name in _POLICY_UPDATE)
     everything = "responses" not in data or "response_mask" not in data or (torch.is_grad_enabled() and not in_loss)
     if field is None and (everything or tu.get_non_tensor_data(data, "return_model_output", False)):
@@ -120,11 +125,11 @@ def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(rows).index_copy(0, places, values)
 
 
-def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
-    """Returns this rank's part of the mask. verl pads the packed sequence, and splits it evenly over the ranks."""
+def _of_this_rank(values: Tensor, rows: int, engine: Any) -> Tensor:
+    """Returns this rank's part of the values. verl pads the packed sequence, and splits it evenly over the ranks."""
     ranks = engine.ulysses_sequence_parallel_size if engine.use_ulysses_sp else 1
-    whole = torch.cat([mask, mask.new_zeros(ranks * rows - len(mask))])
-    return whole.view(ranks, rows)[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
+    whole = torch.cat([values, values.new_zeros(ranks * rows - len(values), *values.shape[1:])])
+    return whole.view(ranks, rows, *values.shape[1:])[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
 
 
 class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[misc]  # verl has no types
@@ -149,11 +154,15 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
         read = _READ.get() or Read()
         read.used = True
-        return linear_logprob_entropy(
-            hidden_states.to(dtype), vocab_weights.to(dtype), input_ids, temperature=temperature,
-            mask=None if read.mask is None else read.mask.view(input_ids.shape), max_rows=read.at_most,
-            sampling_mask=read.supports, logits_dtype=dtype_of_logits(read.logits_dtype, dtype),
-        )  # fmt: skip
+        hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
+        options: dict[str, Any] = {
+            "temperature": temperature, "mask": None if read.mask is None else read.mask.view(input_ids.shape),
+            "max_rows": read.at_most, "logits_dtype": dtype_of_logits(read.logits_dtype, dtype),
+        }  # fmt: skip
+        if read.teacher is not None:
+            ids = read.teacher.token_ids.view(*input_ids.shape, -1)
+            return joined(linear_token_logprobs(hidden, weight, ids, input_ids, **options))
+        return linear_logprob_entropy(hidden, weight, input_ids, sampling_mask=read.supports, **options)
 
 
 def _require_plain_head(model: Any) -> None:
@@ -214,7 +223,11 @@ def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     options = head_options(_fused_kernel_options(engine), ours)
     inputs, output_args = original(engine, micro_batch)
     if ours:
-        read = _read_positions(engine, micro_batch, output_args["input_ids_rmpad_rolled"])
+        labels = output_args["input_ids_rmpad_rolled"]
+        read = _read_positions(engine, micro_batch, labels)
+        read.teacher = teacher_of(
+            micro_batch, lambda values: _of_this_rank(values, len(labels), engine), f"{OPTION}={BACKEND}"
+        )
         read.logits_dtype = options.logits_dtype
         _READ.set(read)
     return inputs, output_args
@@ -234,14 +247,16 @@ def _prepare_model_outputs(
             f"{NOTE}: got a micro-batch with it; takes actor_rollout_ref.model.use_fused_kernels=true and "
             f"{OPTION}={BACKEND}, since only our LM head takes supports"
         )
-    outputs = original(engine, output, output_args, micro_batch, logits_processor_func)
     if not ours:
-        return outputs
+        return original(engine, output, output_args, micro_batch, logits_processor_func)
     if read is None or not read.used:
         raise RuntimeError(
             f"{OPTION}: got {BACKEND!r}, but the model has not called this head; takes an engine whose model verl's "
             "patch_forward_with_backends has patched (FSDP)"
         )
+    if read.teacher is not None:
+        output = with_losses(output, read.teacher, read.mask, logits_processor_func)
+    outputs = original(engine, output, output_args, micro_batch, logits_processor_func)
     if read.in_loss_and_old is None or "log_probs" not in outputs:
         return outputs
     in_loss, old = read.in_loss_and_old
