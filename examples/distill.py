@@ -150,11 +150,11 @@ class Arm:
 
 
 def run(teacher: Any, tokenizer: Any, steps: int, count: int, seed: int) -> None:
-    teacher.requires_grad_(False).eval()
+    teacher.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False).eval()
     torch.manual_seed(seed)
     k = min(64, teacher.config.vocab_size // 4)
     count = min(count, len(teacher.model.layers) - 1)
-    answers = write(teacher, questions(tokenizer, LESSONS + HELD_OUT, seed))
+    answers = write(teacher, questions(tokenizer, LESSONS + HELD_OUT, seed).to(teacher.device))
     lessons, held_out = answers.part(0, LESSONS), answers.part(LESSONS, HELD_OUT)
     largest = d3s.linear_topk_logprobs(answers.hidden, k=k, **d3s.lm_head(teacher))
     print(
