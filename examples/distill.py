@@ -1,6 +1,6 @@
 """A student learns from a teacher: from its 64 largest log-probabilities, and for comparison from all of them.
 
-    make distill                                 # SmolLM2-135M-Instruct, some 100 s on two cores
+    make distill                                 # SmolLM2-135M-Instruct, some 80 s on two cores
     python examples/distill.py --model FOLDER    # another model with its tokenizer
     python examples/distill.py                   # a tiny model that is made on the spot
 
