@@ -46,7 +46,8 @@ class D3SAsyncDistillationTrainer(AsyncDistillationTrainer):  # type: ignore[mis
     stays as it is where hidden states and weight both have it; then the gradient of the logits is rounded to it.
 
     Raises:
-        UnsupportedHead: the LM head has an adapter, or TRL's reading of it does not give the model's own logits.
+        d3s_kernels.UnsupportedHead: the LM head has an adapter, or TRL's reading of it does not give the model's own
+            logits.
         UnknownTRL: TRL's loss does not call the function that this trainer replaces.
 
     Example:
@@ -148,7 +149,8 @@ class D3SServerDistillationTrainer(ServerDistillationTrainer):  # type: ignore[m
     precision, TRL rounds the student's logits to half precision; ours are not rounded.
 
     Raises:
-        UnsupportedHead: the LM head has an adapter, or does more than a linear layer, a scale and a soft cap.
+        d3s_kernels.UnsupportedHead: the LM head has an adapter, or does more than a linear layer, a scale and a soft
+            cap.
         UnknownTRL: TRL's loss does something else with the logits than to gather log-probabilities.
 
     Example:
