@@ -40,7 +40,9 @@ def test_padded_ids(dtype: torch.dtype) -> None:
     padded = torch.tensor([[7, 2, 150_000], [-1, -1, -1], [5, -1, -1], [0, 1, -1]], dtype=dtype)
     for ids in (padded, padded.view(2, 2, 3), padded.T.contiguous().T):
         assert SamplingMask.from_padded(ids).to_lists() == SPANS
-    assert SamplingMask.from_padded(padded[:0]).rows == 0
+    assert_identical(SamplingMask.from_padded(padded).to_padded(), padded.int())
+    assert SamplingMask.from_padded(padded[:0]).to_padded().shape == (0, 0)
+    assert SamplingMask.from_lists([[], []]).to_padded().shape == (2, 0)
     assert SamplingMask.from_padded(padded[:, :0]).to_lists() == [[]] * 4
 
 

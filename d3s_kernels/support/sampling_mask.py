@@ -227,6 +227,18 @@ class SamplingMask:
         ids, offsets = self.token_ids.tolist(), self.offsets.tolist()
         return [ids[first:last] for first, last in pairwise(offsets)]
 
+    def to_padded(self) -> Tensor:
+        """Returns the ids of each row as int32 ``[rows, K]``, padded with -1: the form of given ids that
+        :func:`d3s_kernels.token_logprobs` takes. K is the size of the largest support. On a GPU, this causes a host
+        sync.
+        """
+        if not self._valid():
+            raise ValueError("offsets: got some that decrease: a choice of rows had more ids than its capacity")
+        begins, sizes = self.offsets[:-1].unsqueeze(1), self.offsets.diff().unsqueeze(1)
+        column = torch.arange(int(sizes.max()) if self.rows else 0, device=self.device)
+        places = (begins + column).clamp(max=len(self.token_ids) - 1)
+        return torch.where(column < sizes, self.token_ids[places], -1)
+
     def __repr__(self) -> str:
         return f"SamplingMask(rows={self.rows}, token_ids={len(self.token_ids)}, device='{self.device}')"
 
