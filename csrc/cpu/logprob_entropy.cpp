@@ -101,13 +101,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
 void merge_tile(const LogitsRows& rows, RowState* states, Device&) {
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto start = [&](int64_t row) { return states[row].get(); };
-    const auto done = [&](int64_t row, const SoftmaxState& state, int64_t label) {
-      states[row].set(state);
-      const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
-      if (label >= 0) states[row].label_logit = to_float(p[label]);
-    };
-    for_each_state<T>(rows, unmasked(rows), whole_slices<T>, start, done);
+    merge_slices<T>(rows, whole_slices<T>, states);
   });
 }
 

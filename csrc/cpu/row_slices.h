@@ -77,5 +77,17 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
   });
 }
 
+// Merges the slices of a tile's rows into the rows' states. `make_sums` is as in for_each_state.
+template <class T, class MakeSums>
+void merge_slices(const LogitsRows& rows, const MakeSums& make_sums, RowState* states) {
+  const auto start = [&](int64_t row) { return states[row].get(); };
+  const auto done = [&](int64_t row, const SoftmaxState& state, int64_t label) {
+    states[row].set(state);
+    const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
+    if (label >= 0) states[row].label_logit = to_float(p[label]);
+  };
+  for_each_state<T>(rows, unmasked(rows), make_sums, start, done);
+}
+
 }  // namespace
 }  // namespace d3s

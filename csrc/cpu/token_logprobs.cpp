@@ -82,13 +82,7 @@ void for_each_row_of_ids(const TokenIds& ids, int64_t rows, const Body& body) {
 void merge_tail(const LogitsRows& rows, const TokenIds& ids, RowState* states, float* taken, Device&) {
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto start = [&](int64_t row) { return states[row].get(); };
-    const auto done = [&](int64_t row, const SoftmaxState& state, int64_t label) {
-      states[row].set(state);
-      const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
-      if (label >= 0) states[row].label_logit = to_float(p[label]);
-    };
-    for_each_state<T>(rows, unmasked(rows), [&] { return TailSlices<T>(rows, ids, taken); }, start, done);
+    merge_slices<T>(rows, [&] { return TailSlices<T>(rows, ids, taken); }, states);
   });
 }
 

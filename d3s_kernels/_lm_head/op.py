@@ -168,12 +168,8 @@ class HeadWithGradient:
         gradient: Gradient,
         run_backward: Callable[[dict[str, Any], Wanted, Tensor | None], tuple[Tensor, Tensor, Tensor]],
     ) -> None:
-        self._op, self._gradient, self._names, self._run = (
-            ops.function_of(op),
-            gradient,
-            argument_names(op),
-            run_backward,
-        )
+        self._op, self._names = ops.function_of(op), argument_names(op)
+        self._gradient, self._run = gradient, run_backward
 
     def __call__(self, at_backward: AtBackward | None, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if at_backward is None:

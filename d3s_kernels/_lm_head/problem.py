@@ -257,7 +257,7 @@ def checked_problem(
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
     weight_grad_into: Tensor | None = None,
-    supports: Callable[[Tensor], OptionalSupports],
+    supports: Callable[[Tensor], OptionalSupports] = lambda _: NO_SUPPORTS,
     shard: Shard = WHOLE,
 ) -> HeadProblem:
     """Checks the arguments of a public function, and returns the problem. ``supports`` is called with the hidden

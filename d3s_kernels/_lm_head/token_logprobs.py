@@ -268,13 +268,7 @@ def _checked(*arguments: Any) -> tuple[HeadProblem, Tensor]:
     token_ids, *of_head = arguments
     problem = problem_of(**dict(zip(argument_names("linear_token_logprobs")[1:], of_head, strict=False)))
     problem.check()
-    rows = list(problem.labels.shape)
-    if list(token_ids.shape[:-1]) != rows or token_ids.dim() != len(rows) + 1:
-        raise ValueError(f"token_ids: got shape {list(token_ids.shape)}; takes K ids for each row, {[*rows, 'K']}")
-    if token_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"token_ids: got dtype {token_ids.dtype}; takes int32 or int64")
-    if token_ids.device != problem.hidden.device:
-        raise ValueError(f"token_ids: is not on hidden's device, {problem.hidden.device}")
+    require_ids_of_rows(token_ids, "hidden", problem.hidden)
     if is_known(token_ids) and token_ids.numel():
         low, high = (int(bound) for bound in token_ids.aminmax())
         end = None if problem.shard.ranks is not None else len(problem.weight)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SUPPORTS
 from .._arguments.checks import checked_mask, require_no_tangent, require_readable, temperature_argument
 from .._dispatch import ops
 from .._lm_head import op
@@ -161,8 +160,7 @@ def vocab_parallel_linear_token_logprobs(
         problem = checked_problem(
             hidden, sharded.local, with_labels(labels, token_ids), bias=bias, temperature=temperature,
             logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
-            logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, weight_grad_into=into,
-            supports=lambda _: NO_SUPPORTS, shard=sharded.shard,
+            logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, weight_grad_into=into, shard=sharded.shard,
         )  # fmt: skip
         problem.require_ready()
         return problem

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SUPPORTS
 from .._arguments.checks import (
     checked_mask,
     require_no_tangent,
@@ -152,7 +151,7 @@ def vocab_parallel_linear_topk_logprobs(
         problem = checked_problem(
             hidden, sharded.local, largest.no_labels(hidden), bias=bias, temperature=temperature,
             logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, logits_dtype=logits_dtype,
-            workspace_bytes=workspace_bytes, supports=lambda _: NO_SUPPORTS, shard=sharded.shard,
+            workspace_bytes=workspace_bytes, shard=sharded.shard,
         )  # fmt: skip
         problem.require_ready()
         return problem

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SUPPORTS
 from .._arguments.checks import (
     checked_mask,
     require_no_tangent,
@@ -118,6 +117,5 @@ def linear_token_logprobs(
         hidden, weight, with_labels(labels, token_ids), bias=bias, temperature=temperature,
         logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
         logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, weight_grad_into=weight_grad_into,
-        supports=lambda _: NO_SUPPORTS,
     )  # fmt: skip
     return given_ids.linear_token_logprobs(problem, token_ids, op.adding_to(weight_grad_into))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._arguments.bundles import NO_SUPPORTS
 from .._arguments.checks import checked_mask, require_no_tangent, require_tensors, require_whole, temperature_argument
 from .._lm_head import topk_logprobs as largest
 from .._lm_head.problem import WHOLE, checked_problem
@@ -93,7 +92,6 @@ def linear_topk_logprobs(
     require_whole(k=k)
     problem = checked_problem(
         hidden, weight, largest.no_labels(hidden), bias=bias, temperature=temperature, logit_softcap=logit_softcap,
-        mask=mask, max_rows=max_rows, logits_dtype=logits_dtype,
-        workspace_bytes=workspace_bytes, supports=lambda _: NO_SUPPORTS,
+        mask=mask, max_rows=max_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     return largest.linear_topk_logprobs(problem, k)
