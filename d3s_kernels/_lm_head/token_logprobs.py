@@ -184,6 +184,7 @@ def _gradient_of_logits(
     return gradient
 
 
+_results_of_logits = of_schema(_of_logits)
 _OF_LOGITS = "Tensor logits, Tensor token_ids, Tensor labels"
 _AFTER = f"{SHARD}, {TEMPERATURE_AND_MASK}"
 
@@ -196,7 +197,7 @@ def _fake_results(rows: Tensor, token_ids: Tensor) -> tuple[Tensor, ...]:
 def _looked_at(*arguments: Any) -> tuple[Tensor, ...]:
     if not arguments[0].is_cpu:  # on a CPU, the steps of the op check the values
         look("token_logprobs", named("token_logprobs", arguments))
-    results: tuple[Tensor, ...] = of_schema(_of_logits)(*arguments)
+    results: tuple[Tensor, ...] = _results_of_logits(*arguments)
     return results
 
 

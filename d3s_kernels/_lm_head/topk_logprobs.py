@@ -136,11 +136,14 @@ def _of_logits(
     return (results if mask is None else results.masked_(mask.reshape(-1))).viewed(shape)
 
 
+_results_of_logits = of_schema(_of_logits)
+
+
 @torch.no_grad()
 def _looked_at(*arguments: Any) -> tuple[Tensor, ...]:
     if not arguments[0].is_cpu:  # on a CPU, the steps of the op check the values
         look("topk_logprobs", named("topk_logprobs", arguments))
-    results: tuple[Tensor, ...] = of_schema(_of_logits)(*arguments)
+    results: tuple[Tensor, ...] = _results_of_logits(*arguments)
     return results
 
 
