@@ -55,6 +55,26 @@ def gather_from_sequence_parallel_region(
     return Gather.apply(input_, tensor_parallel_output_grad, group or dist.group.WORLD)
 
 
+class Copy(torch.autograd.Function):
+    """``_CopyToModelParallelRegion``: its backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """``tensor_parallel/mappings.py``."""
+    return Copy.apply(input_, group or dist.group.WORLD)
+
+
 TENSOR_PARALLEL = {
     "megatron.core.tensor_parallel": SimpleNamespace(
         gather_from_sequence_parallel_region=gather_from_sequence_parallel_region
