@@ -24,7 +24,7 @@ def parallel_state(vocabulary: Any, rank: int, data: Any, context: int = 1, last
         get_context_parallel_world_size=lambda: context,
         get_tensor_model_parallel_group=lambda: vocabulary,
         get_tensor_model_parallel_rank=lambda: rank,
-        get_data_parallel_group=lambda: data,
+        get_data_parallel_group=lambda with_context_parallel=False: data,
         is_pipeline_last_stage=lambda: last_stage,
     )
 
