@@ -96,14 +96,13 @@ def arguments(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(**given | options)
 
 
-def slimes_update(
-    ranks: Ranks, seed: int, tensor: int, context: int, options: dict[str, Any], model_options: Any
-) -> None:
+def slimes_update(ranks: Ranks, seed: int, context: int, options: dict[str, Any], model_options: Any) -> None:
     """Two training steps with a pass for log-probabilities between them, of one micro-batch of three samples."""
     arrange(tensor := 2, context)
     torch.manual_seed(seed)
     args = arguments(**options)
-    lengths = [-(-total // (2 * context)) * 2 * context for total in TOTALS]  # as slice_with_cp pads
+    unit = 2 * context if context > 1 else 1
+    lengths = [-(-total // unit) * unit for total in TOTALS]  # as slice_with_cp pads
     tokens = [torch.randint(VOCABULARY, (total,)) for total in TOTALS]
     fields = {name: [-3 * torch.rand(n) for n in RESPONSES] for name in ("log_probs", "ref_log_probs")}
     fields["rollout_log_probs"] = [old + 0.1 * torch.randn(len(old)) for old in fields["log_probs"]]
