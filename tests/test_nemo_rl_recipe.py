@@ -25,7 +25,9 @@ CONFIG = SimpleNamespace(use_importance_sampling_correction=False, force_on_poli
 
 
 class ClippedPGLossFn:
-    """Takes what ``loss_functions.py`` takes at 7ea279a, 2026-08-22. Its value has a gradient at every token."""
+    """Takes what ``loss_functions.py`` takes at 7ea279a, 2026-08-22. Its value has a gradient at every token of the
+    masks.
+    """
 
     def __init__(self, cfg: Any) -> None:
         self.metric_normalizations = {"loss": "tokens"}
@@ -33,7 +35,8 @@ class ClippedPGLossFn:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        loss = ((next_token_logprobs - data["prev_logprobs"][:, 1:]) ** 2).sum() / global_valid_toks
+        each = (next_token_logprobs - data["prev_logprobs"][:, 1:]) ** 2 * mask_of(data)
+        loss = each.sum() / global_valid_toks
         return loss, {"loss": loss.item()}
 
 
@@ -48,6 +51,7 @@ def policy(
         "dtensor_cfg": {"tensor_parallel_size": tensor_parallel, "context_parallel_size": context_parallel},
         "sequence_packing": {"enabled": packed},
         "generation": {"top_k": None, "top_p": 1.0, **generation},
+        "precision": "float32",
     }
 
 
@@ -182,8 +186,13 @@ def test_ranks_that_share_the_vocabulary_choose_as_one() -> None:
         ({"packed": True}, {"token_scope": "sequence", "off_policy_rule": "m2po"}, r"sequence_packing\.enabled: got T"),
         ({"fused": True, "megatron": True}, {}, "use_fused_linear_logprobs, fuse_loss: got True; takes false"),
         ({"top_k": 20}, {}, r"generation.top_k and top_p: got \(20, 1.0\); takes null and 1.0"),
-        ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1"),
-        ({"tensor_parallel": 2}, {"token_rule": "random"}, "token_rule: got 'random'; takes another with tensor"),
+        ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1 without Megatron"),
+        (
+            {"context_parallel": 2, "megatron": True},
+            {"token_rule": "random"},
+            "token_rule: got 'random'; takes another",
+        ),
+        ({"tensor_parallel": 2}, {"token_rule": "random"}, "token_rule: got 'random'; takes another with such par"),
     ],
 )
 def test_a_choice_of_tokens_is_refused(given: dict[str, Any], options: dict[str, Any], message: str) -> None:

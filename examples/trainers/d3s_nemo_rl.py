@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 import d3s_kernels as d3s
 from d3s_kernels.distributed import vocab_parallel_logprob_entropy
+from d3s_kernels.integrations.megatron import shard_logprob_entropy
 
 WORKER = "d3s_nemo_rl_head.D3SMegatronPolicyWorker"
 
@@ -117,6 +118,7 @@ class D3SLoss(ClippedPGLossFn):
         self.of_logits = {"temperature": policy["generation"].get("temperature", 1.0)}
         self.of_logits["logits_dtype"] = getattr(torch, policy["precision"])  # as NeMo-RL rounds the old ones
         self.head: Any = None
+        self.hidden: Any = None  # a micro-batch's hidden states, the weight and the number of rows
         self.metric_normalizations |= dict.fromkeys(("d3s/entropy", "d3s/token_share"), MetricNormalizer.TOKENS)
 
     def __call__(
@@ -161,9 +163,11 @@ class D3SLoss(ClippedPGLossFn):
             ranks = mpu.get_tensor_model_parallel_rank() * logits.shape[-1], mpu.get_tensor_model_parallel_group()
             scores = vocab_parallel_logprob_entropy(logits, labels, *ranks, mask=mask)
         else:  # NeMo-RL calls a loss with one packed sequence after the other
-            around = self.begin, self.rows - self.begin - rows
+            hidden, weight, number = self.hidden
+            around = self.begin, number - self.begin - rows
             labels, mask = (pad(values, around) for values in (labels, mask))
-            scores = self.head.logprob_entropy(labels, mask=mask, **self.of_logits)
+            shard = {name: getattr(self.head.layer, name) for name in ("tp_group", "sequence_parallel", "bias")}
+            scores = shard_logprob_entropy(hidden, weight, labels, mask=mask, **shard, **self.of_logits)
             scores = [values[:, self.begin : self.begin + rows] for values in scores]
             self.begin += rows
         scores = [scores[0], scores[1].detach()]
@@ -173,16 +177,24 @@ class D3SLoss(ClippedPGLossFn):
 
     @contextmanager
     def reading(self, head: Any, model: torch.nn.Module) -> Iterator[None]:
-        """Inside, ``model`` gives no logits, and this loss takes its scores from ``head``, an ``LMHead``."""
+        """Inside, ``model`` gives no logits, and this loss reads its hidden states. ``head`` is an ``LMHead`` of it."""
+        layer = head.layer  # None on pipeline stages without a loss
 
-        def begin(_: Any, __: Any, output: Tensor) -> None:
-            self.begin, self.rows = 0, output.shape[1]
+        def keep(_: Any, given: tuple[Tensor], named: dict[str, Any]) -> None:
+            parts = layer.tp_group.size() if layer.sequence_parallel else 1
+            weight = layer.weight if named["weight"] is None else named["weight"]  # of a tied embedding
+            self.hidden, self.begin = (given[0], weight, parts * len(given[0])), 0
 
-        hook = model.register_forward_hook(begin)
+        def cover(_: Any, __: Any, output: Tensor) -> Tensor:
+            return output.new_empty(self.hidden[0].shape[1], self.hidden[2], 0)  # LMHead's check returns a few rows
+
+        hooks = [] if layer is None else [layer.register_forward_pre_hook(keep, with_kwargs=True)]
+        hooks += [] if layer is None else [model.register_forward_hook(cover)]
         self.head = head
         try:
             with head:
                 yield
         finally:
-            self.head = None
-            hook.remove()
+            self.head = self.hidden = None
+            for hook in hooks:
+                hook.remove()

@@ -1,4 +1,4 @@
-"""NeMo-RL: Megatron's workers make no logits in an update with ``D3SLoss``. ``d3s_nemo_rl.py`` says how to use this file.
+"""NeMo-RL: Megatron's workers make no logits in an update with ``D3SLoss``. ``d3s_nemo_rl.py`` says how to use it.
 
 The signatures were read at 7ea279a, 2026-08-22.
 """
@@ -6,10 +6,11 @@ The signatures were read at 7ea279a, 2026-08-22.
 from typing import Any
 
 import ray
-from d3s_kernels.integrations.megatron import LMHead
 from d3s_nemo_rl import require
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+from d3s_kernels.integrations.megatron import LMHead
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

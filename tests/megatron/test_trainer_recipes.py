@@ -15,12 +15,27 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core (make test-megatron)")
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron_core import installed
 from megatron_core import recipe as load
 from ranks import Ranks, world
-from tiny_megatron import arrange, full_gradients, logprobs_of, my_rows, packed, parallel_state, tiny_model
+from tiny_megatron import (
+    arrange,
+    full_gradients,
+    gathered,
+    logprobs_of,
+    my_rows,
+    packed,
+    parallel_state,
+    reference_of,
+    tiny_model,
+    zigzag,
+)
 from torch import Tensor
+from torch.nn.functional import pad
+
+from d3s_kernels import reference
 
 TEMPERATURE, VOCABULARY = 0.7, 96
 TOTALS, RESPONSES = (13, 6, 11), (8, 4, 9)  # of the last response, one context rank has only a few tokens
@@ -135,7 +150,7 @@ def slimes_update(ranks: Ranks, seed: int, context: int, options: dict[str, Any]
     mine = my_rows(torch.zeros_like(whole).index_put((torch.zeros_like(where), where), torch.tensor(1)), pieces)[0] > 0
     logits = gather_from_tensor_model_parallel_region(forward())
     logprob, entropy = (x[0, mine] for x in logprobs_of(logits, my_rows(labels, pieces), TEMPERATURE))
-    old, advantages, reference = (torch.cat(batch[n]) for n in ("log_probs", "advantages", "ref_log_probs"))
+    old, advantages, base = (torch.cat(batch[n]) for n in ("log_probs", "advantages", "ref_log_probs"))
     if args.use_rollout_logprobs:
         old = torch.cat(batch["rollout_log_probs"])
     loss_of = cispo_loss if args.advantage_estimator == "cispo" else clipped_loss
@@ -147,7 +162,7 @@ def slimes_update(ranks: Ranks, seed: int, context: int, options: dict[str, Any]
     wanted["train_rollout_logprob_abs_diff"] = (compared - torch.cat(batch["rollout_log_probs"])).abs()
     if args.use_kl_loss:
         ratio = (logprob - old).exp() if args.use_unbiased_kl else None
-        wanted["kl_loss"] = approx_kl(logprob, reference, kl_loss_type="k3", importance_ratio=ratio)
+        wanted["kl_loss"] = approx_kl(logprob, base, kl_loss_type="k3", importance_ratio=ratio)
         wanted["loss"] = wanted["loss"] + args.kl_loss_coef * wanted["kl_loss"]
     (wanted["loss"] * own_masks).sum().backward()
     gradients = full_gradients(model)
@@ -179,6 +194,36 @@ def slimes_update(ranks: Ranks, seed: int, context: int, options: dict[str, Any]
                 assert forward().shape[-1] == VOCABULARY // tensor
 
 
+def slimes_choice(ranks: Ranks, seed: int) -> None:
+    """Each of two context ranks has two chunks of each sequence, and all of them choose from one pool."""
+    arrange(2, 2)
+    torch.manual_seed(seed)
+    whole = {name: [torch.rand(n) + 0.1 for n in RESPONSES] for name in ("entropy", "advantages")}
+    masks = [(torch.rand(n) < 0.8).int() for n in RESPONSES]
+    pieces = {
+        name: [part_of_response(v, t, n) for v, t, n in zip(values, TOTALS, RESPONSES, strict=True)]
+        for name, values in {**whole, "mask": masks}.items()
+    }
+    data = {"total_lengths": list(TOTALS), "response_lengths": list(RESPONSES), "loss_masks": masks, **pieces}
+    options = {"d3s_token_ratio_start": 0.3, "d3s_token_ratio_end": 0.3, "d3s_loss_denominator": "all"}
+    args = arguments(num_rollout=10, use_rollout_entropy=True, **options)
+    with installed(OF_SLIME):
+        SLIME.choose_tokens(args, 0, data)
+        with pytest.raises(ValueError, match="context_parallel_size: got 2; takes 1, because a rank has parts"):
+            SLIME.choose_tokens(arguments(**vars(args) | {"d3s_token_scope": "sequence"}), 0, data)
+    pool = [torch.cat(values) for values in (*whole.values(), masks)]
+    kept = reference.select_tokens(pool[0], pool[1], 0.3, mask=pool[2].bool()).mask
+    mine = [part_of_response(k, t, n) for k, t, n in zip(kept.split(RESPONSES), TOTALS, RESPONSES, strict=True)]
+    assert 0 < kept.sum() < pool[2].sum()
+    torch.testing.assert_close(torch.cat(data["advantages"]), torch.cat(pieces["advantages"]) * torch.cat(mine))
+    assert [len(values) for values in data["advantages"]] == [len(values) for values in mine]
+    torch.testing.assert_close(data["d3s/token_share"], kept.sum() / pool[2].sum())
+
+
+def test_slime_chooses_from_the_parts_of_responses() -> None:
+    world(4).run(slimes_choice, int(torch.randint(2**31, ())))
+
+
 PARALLEL = {"sequence_parallel": True}
 
 
@@ -194,3 +239,149 @@ PARALLEL = {"sequence_parallel": True}
 )
 def test_slimes_update(context: int, options: dict[str, Any], model_options: dict[str, Any]) -> None:
     world(2 * context).run(slimes_update, int(torch.randint(2**31, ())), context, options, model_options)
+
+
+# ---- NeMo-RL ---------------------------------------------------------------------------------------------------------
+
+
+class ClippedPGLossFn:
+    """A loss with a gradient at every token of the masks."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.metric_normalizations: dict[str, str] = {}
+
+    def __call__(self, logprobs: Tensor, data: Any, valid_seqs: Tensor, valid_toks: Tensor) -> Any:
+        ratio = (logprobs - data["prev_logprobs"][:, 1:]).exp()
+        loss = -(ratio * data["advantages"][:, 1:] * data["token_mask"][:, 1:]).sum()
+        return loss / valid_toks, {"loss": loss.item()}
+
+
+class AllGatherCP(torch.autograd.Function):
+    """``AllGatherCPTensor``: from two pieces on each rank to the sequence, whose gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: Any, dim: int) -> Tensor:
+        assert dim == 1
+        ctx.group, ctx.rows = group, torch.cat(zigzag([mine.shape[1] * group.size()], group.size()))
+        return gathered(mine, 1, group)[:, ctx.rows.argsort()]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[:, ctx.rows].chunk(ctx.group.size(), 1)[ctx.group.rank()], None, None
+
+
+def tokens_on_this_cp_rank(ids: Tensor, rank: int, size: int, seq_dim: int = 1) -> Tensor:
+    return ids[:, zigzag([ids.shape[1]], size)[rank]]
+
+
+class Worker:
+    """``MegatronPolicyWorkerImpl``: a micro-batch of packed sequences, and a loss that is called for each of them."""
+
+    def __init__(self, cfg: dict[str, Any], model: Any) -> None:
+        self.cfg, self.model = cfg, model
+
+    def train(self, data: dict[str, Tensor], loss_fn: Any, eval_mode: bool) -> dict[str, Any]:
+        assert not eval_mode
+        context = parallel_state.get_context_parallel_world_size()
+        lengths = data["lengths"].tolist()
+        unit = 4 * context  # a multiple of the tensor ranks, too
+        padded = [-(-n // unit) * unit for n in lengths]
+        rows = zip(data["input_ids"], lengths, padded, strict=True)
+        whole = torch.cat([pad(row[:n], (0, m - n)) for row, n, m in rows])
+        output = self.model(my_rows(whole[None], padded), None, None, packed_seq_params=packed(padded))
+        valid = data["token_mask"][:, 1:].sum()
+        losses, begin = [], 0
+        for row, (n, m) in enumerate(zip(lengths, padded, strict=True)):
+            part = {name: values[row : row + 1, :n] for name, values in data.items() if values.dim() == 2}
+            part["sample_mask"] = torch.ones(1)
+            logits = output.narrow(1, begin, m // context)
+            begin += m // context
+            losses.append(loss_fn(data=part, logits=logits, global_valid_seqs=None, global_valid_toks=valid)[0])
+        # NeMo-RL divides by the context ranks, over which Megatron's mean is later multiplied.
+        (loss := sum(losses) / context).backward()
+        return {"loss": loss.detach(), "columns": output.shape[-1]}
+
+
+NEMO_RL = {
+    "ray": SimpleNamespace(remote=lambda **options: lambda made: made),
+    "nemo_rl.algorithms.loss": SimpleNamespace(ClippedPGLossFn=ClippedPGLossFn),
+    "nemo_rl.algorithms.loss.interfaces": SimpleNamespace(
+        LossInputType=SimpleNamespace(LOGIT="logit"), MetricNormalizer=SimpleNamespace(TOKENS="tokens")
+    ),
+    "nemo_rl.distributed.model_utils": SimpleNamespace(
+        _get_tokens_on_this_cp_rank=tokens_on_this_cp_rank, allgather_cp_sharded_tensor=AllGatherCP.apply
+    ),
+    "nemo_rl.models.policy.utils": SimpleNamespace(get_runtime_env_for_policy_worker=lambda name: {}),
+    "nemo_rl.models.policy.workers.megatron_policy_worker": SimpleNamespace(MegatronPolicyWorkerImpl=Worker),
+}
+LOSS = load("d3s_nemo_rl", NEMO_RL)
+WORKER = load("d3s_nemo_rl_head", NEMO_RL)
+
+
+def nemo_rls_update(ranks: Ranks, seed: int, context: int, ratio: float, model_options: Any) -> None:
+    """With and without the head: an update of all tokens as in plain torch, and one of the chosen tokens."""
+    arrange(2, context)
+    torch.manual_seed(seed)
+    lengths = torch.tensor([13, 6, 24])
+    places = torch.arange(24)
+    mask = (places < lengths[:, None]) & (places >= 3)
+    data = {
+        "input_ids": torch.randint(VOCABULARY, (3, 24)), "token_mask": mask.float(), "lengths": lengths,
+        "advantages": torch.randn(3, 1).expand(3, 24), "prev_logprobs": -3 * torch.rand(3, 24),
+    }  # fmt: skip
+    cfg = {
+        "megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 2, "context_parallel_size": context},
+        "sequence_packing": {"enabled": True}, "precision": "float32",
+        "generation": {"top_k": None, "top_p": 1.0, "temperature": TEMPERATURE},
+    }  # fmt: skip
+    ratios = {"token_ratio_start": ratio, "token_ratio_end": ratio, "loss_denominator": "all"}
+    none = SimpleNamespace(use_importance_sampling_correction=False, force_on_policy_ratio=False)
+    model = tiny_model(VOCABULARY, seed=seed, ddp={}, **model_options)
+    found = []
+    with installed(NEMO_RL):
+        for worker in (WORKER.D3SMegatronPolicyWorker(cfg, model), Worker(cfg, Scaled(model))):
+            for _ in range(2):
+                model.zero_grad_buffer()
+                loss_fn = LOSS.D3SLoss(none, cfg, token_scope="sequence", **ratios)
+                metrics = worker.train(data=data, loss_fn=loss_fn, eval_mode=False)
+                found.append((metrics, full_gradients(model)))
+    assert [metrics["columns"] for metrics, _ in found] == [0, 0, VOCABULARY // 2, VOCABULARY // 2]
+    wanted, gradients = found[-1]
+    if ratio == 1:
+        exact = reference_of(model)
+        losses = []
+        for row, n in enumerate(lengths.tolist()):
+            logits = exact(data["input_ids"][row : row + 1, :n], None, None)[:, :-1]
+            labels = data["input_ids"][row : row + 1, 1:n]
+            part = {name: values[row : row + 1, :n] for name, values in data.items() if values.dim() == 2}
+            loss_of = ClippedPGLossFn(none)
+            losses.append(loss_of(logprobs_of(logits, labels, TEMPERATURE)[0], part, None, mask[:, 1:].sum())[0])
+        sum(losses).backward()
+        torch.testing.assert_close(wanted["loss"] * context, sum(losses).detach().float(), rtol=1e-4, atol=1e-5)
+        for name, parameter in exact.named_parameters():
+            # Megatron's mean over the context ranks, which NeMo-RL counteracts.
+            torch.testing.assert_close(gradients[name] * context, parameter.grad.float(), rtol=1e-3, atol=1e-5)
+    for metrics, of_head in found[:2]:
+        torch.testing.assert_close(metrics["loss"], wanted["loss"], rtol=1e-4, atol=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(of_head[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+class Scaled:
+    """``apply_temperature_scaling`` of a model's logits."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        return self.model(*given, **named) / TEMPERATURE
+
+
+@pytest.mark.parametrize(
+    ("context", "ratio", "model_options"),
+    [(1, 1.0, {"tied": True}), (1, 0.3, PARALLEL), (2, 1.0, PARALLEL), (2, 0.3, {})],
+)
+def test_nemo_rls_update(context: int, ratio: float, model_options: dict[str, Any]) -> None:
+    world(2 * context).run(nemo_rls_update, int(torch.randint(2**31, ())), context, ratio, model_options)
