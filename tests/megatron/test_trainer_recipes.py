@@ -7,6 +7,7 @@ the recipes name.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core (make test-mega
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron_core import installed
 from megatron_core import recipe as load
@@ -239,6 +241,61 @@ PARALLEL = {"sequence_parallel": True}
 )
 def test_slimes_update(context: int, options: dict[str, Any], model_options: dict[str, Any]) -> None:
     world(2 * context).run(slimes_update, int(torch.randint(2**31, ())), context, options, model_options)
+
+
+def slimes_pipeline(ranks: Ranks) -> None:
+    """Two stages in Megatron's schedule, three micro-batches, and tensor-parallel ranks in each stage."""
+    arrange(2, pipeline=2)
+    torch.manual_seed(3)
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    stage = {"pre_process": first, "post_process": not first, "sequence_parallel": True, "batch_p2p_comm": False}
+    model, args, masks = tiny_model(VOCABULARY, ddp={}, **stage), arguments(), torch.zeros(1, 16, dtype=torch.int64)
+    masks[0, 3:8] = masks[0, 12:15] = 1  # of two sequences of 9 and 7 tokens, the rows that predict 5 and 3
+    batches = [
+        {
+            "tokens": torch.randint(VOCABULARY, (1, 16)), "total_lengths": [9, 7], "response_lengths": [5, 3],
+            "full_loss_masks": masks, "log_probs": [-3 * torch.rand(8)],
+            "advantages": [torch.randn(8) * (torch.rand(8) < 0.5)],
+        }
+        for _ in range(3)
+    ]  # fmt: skip
+
+    def with_logits(batch: dict[str, Any], output: Tensor) -> Any:
+        logits = gather_from_tensor_model_parallel_region(output)
+        logprob, _ = logprobs_of(logits, batch["tokens"].roll(-1, 1), TEMPERATURE)
+        ppo_kl = batch["log_probs"][0] - logprob[masks > 0]
+        loss = clipped_loss(ppo_kl, batch["advantages"][0], args.eps_clip, args.eps_clip_high)[0].sum()
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides the loss in place
+
+    def with_head(batch: dict[str, Any], output: Tensor) -> Any:
+        batch = {**batch, "unconcat_tokens": batch["tokens"][0].split([9, 7])}
+        return HEAD.policy_loss(args, batch, output, Tensor.sum)
+
+    found, zeros = [], torch.zeros
+    for loss_of in (with_logits, with_head):
+        model.zero_grad_buffer()
+        if loss_of is with_head:
+            HEAD.install(args, 0, 0, [model], None, None)
+
+        def step(micro_batches: Any, stage: Any, loss_of: Any = loss_of) -> Any:
+            batch = next(micro_batches)
+            return stage(batch["tokens"], None, None, packed_seq_params=packed([9, 7])), partial(loss_of, batch)
+
+        with pytest.MonkeyPatch.context() as patch, installed(OF_SLIME):
+            patch.setattr(torch, "zeros", lambda *size, **options: zeros(*size, **options | {"device": "cpu"}))
+            losses = get_forward_backward_func()(
+                forward_step_func=step, data_iterator=iter(batches), model=[model], num_microbatches=3, seq_length=16,
+                micro_batch_size=1, decoder_seq_length=16, forward_only=False,
+            )  # fmt: skip
+        HEAD.remove()
+        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+        found.append(([each["loss"] for each in losses], gradients))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert len(found[0][0]) == (0 if first else 3)
+
+
+def test_slimes_pipeline() -> None:
+    world(4).run(slimes_pipeline)
 
 
 # ---- NeMo-RL ---------------------------------------------------------------------------------------------------------
