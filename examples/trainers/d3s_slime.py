@@ -13,7 +13,8 @@ the pass before the update, whose entropies are needed, unless the loss is a "cu
     --use-rollout-entropy --rollout-data-postprocess-path d3s_slime.choose_tokens
     --loss-type custom_loss --custom-loss-function-path slime.backends.megatron_utils.loss.policy_loss_function
 
-``d3s_slime_head.py`` has an update of slime without logits. The signatures were read in slime at 624b824 and in miles at 31f1ca9, 2026-08-21.
+``d3s_slime_head.py`` has an update of slime without logits. The signatures were read in slime at 624b824 and in miles
+at 31f1ca9, 2026-08-21.
 """
 
 from importlib import import_module
