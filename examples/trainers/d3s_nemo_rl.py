@@ -29,7 +29,6 @@ from torch.nn.functional import pad
 
 import d3s_kernels as d3s
 from d3s_kernels.distributed import vocab_parallel_logprob_entropy
-from d3s_kernels.integrations.megatron import shard_logprob_entropy
 
 WORKER = "d3s_nemo_rl_head.D3SMegatronPolicyWorker"
 
@@ -118,7 +117,7 @@ class D3SLoss(ClippedPGLossFn):
         self.of_logits = {"temperature": policy["generation"].get("temperature", 1.0)}
         self.of_logits["logits_dtype"] = getattr(torch, policy["precision"])  # as NeMo-RL rounds the old ones
         self.head: Any = None
-        self.hidden: Any = None  # a micro-batch's hidden states, the weight and the number of rows
+        self.begin = 0  # the first row of the next packed sequence
         self.metric_normalizations |= dict.fromkeys(("d3s/entropy", "d3s/token_share"), MetricNormalizer.TOKENS)
 
     def __call__(
@@ -163,38 +162,22 @@ class D3SLoss(ClippedPGLossFn):
             ranks = mpu.get_tensor_model_parallel_rank() * logits.shape[-1], mpu.get_tensor_model_parallel_group()
             scores = vocab_parallel_logprob_entropy(logits, labels, *ranks, mask=mask)
         else:  # NeMo-RL calls a loss with one packed sequence after the other
-            hidden, weight, number = self.hidden
-            around = self.begin, number - self.begin - rows
-            labels, mask = (pad(values, around) for values in (labels, mask))
-            shard = {name: getattr(self.head.layer, name) for name in ("tp_group", "sequence_parallel", "bias")}
-            scores = shard_logprob_entropy(hidden, weight, labels, mask=mask, **shard, **self.of_logits)
+            total = self.head.shape[1]
+            labels, mask = (pad(values, (self.begin, total - self.begin - rows)) for values in (labels, mask))
+            scores = self.head.logprob_entropy(labels, mask=mask, keep=True, **self.of_logits)
             scores = [values[:, self.begin : self.begin + rows] for values in scores]
-            self.begin += rows
+            self.begin = (self.begin + rows) % total
         scores = [scores[0], scores[1].detach()]
         if context > 1:
             scores = [nemo.allgather_cp_sharded_tensor(v, mpu.get_context_parallel_group(), 1) for v in scores]
         return [values[:, :width] for values in scores]
 
     @contextmanager
-    def reading(self, head: Any, model: torch.nn.Module) -> Iterator[None]:
-        """Inside, ``model`` gives no logits, and this loss reads its hidden states. ``head`` is an ``LMHead`` of it."""
-        layer = head.layer  # None on pipeline stages without a loss
-
-        def keep(_: Any, given: tuple[Tensor], named: dict[str, Any]) -> None:
-            parts = layer.tp_group.size() if layer.sequence_parallel else 1
-            weight = layer.weight if named["weight"] is None else named["weight"]  # of a tied embedding
-            self.hidden, self.begin = (given[0], weight, parts * len(given[0])), 0
-
-        def cover(_: Any, __: Any, output: Tensor) -> Tensor:
-            return output.new_empty(self.hidden[0].shape[1], self.hidden[2], 0)  # LMHead's check returns a few rows
-
-        hooks = [] if layer is None else [layer.register_forward_pre_hook(keep, with_kwargs=True)]
-        hooks += [] if layer is None else [model.register_forward_hook(cover)]
-        self.head = head
+    def reading(self, head: Any) -> Iterator[None]:
+        """Inside, the model of ``head``, an ``LMHead``, makes no logits, and this loss reads its hidden states."""
+        self.head, self.begin = head, 0
         try:
             with head:
                 yield
         finally:
-            self.head = self.hidden = None
-            for hook in hooks:
-                hook.remove()
+            self.head = None

@@ -24,5 +24,5 @@ class D3SMegatronPolicyWorker(MegatronPolicyWorkerImpl):
         require(not draft, "draft.enabled", draft, "false: the draft model learns from logits")
         require(quantised is None, "quant_cfg", quantised, "null: it needs a worker of its own")
         self.head = self.head or LMHead(self.model)
-        with loss_fn.reading(self.head, self.model):
+        with loss_fn.reading(self.head):
             return super().train(data, loss_fn, **named)

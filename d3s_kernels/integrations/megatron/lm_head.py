@@ -25,10 +25,10 @@ class LMHead:
     """Computes log-probabilities and entropies in place of the logits of a Megatron model.
 
     While the head is in place (``with head:``, or from ``install()`` to ``remove()``), the model's output layer only
-    keeps its input, the last hidden states, and the model returns an empty tensor. :meth:`logprob_entropy` then
-    computes the rows that count. So a trainer can call the model itself, through wrappers and in a pipeline schedule.
-    The layer is still called, so its hooks run. On pipeline stages without an output layer nothing is replaced, and
-    the model returns its hidden states for the next stage.
+    keeps its input, the last hidden states, and the model returns logits of no ids, ``[b, s, 0]``. The method
+    :meth:`logprob_entropy` then computes the rows that count. So a trainer can call the model itself, through wrappers
+    and in a pipeline schedule. The layer is still called, so its hooks run. On pipeline stages without an output layer
+    nothing is replaced, and the model returns its hidden states for the next stage.
 
     In the first call in each mode (training or not), the layer computes the logits of four positions, which pass
     through the rest of the model's forward. They are compared with this head's formula. If they differ on one
@@ -85,11 +85,21 @@ class LMHead:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def logprob_entropy(self, labels: Tensor, *, mask: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-        """Computes the results of the model's last call. For the next results, the model must be called again.
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(b, s)``, the rows of the model's last call. Raises a RuntimeError if there are none."""
+        rows, sequences, _ = self._hidden_and_weight()[0].shape
+        return sequences, rows * (self.layer.tp_group.size() if self.layer.sequence_parallel else 1)
+
+    def logprob_entropy(
+        self, labels: Tensor, *, mask: Tensor | None = None, keep: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the results of the model's last call.
 
         Args:
             labels, mask: as in :func:`shard_logprob_entropy`.
+            keep: True keeps the hidden states for further calls of this method, until the model's next call. False
+                frees them with the results.
             options: ``temperature``, ``max_rows``, ``sampling_mask`` and the other options of that function.
 
         Returns:
@@ -100,19 +110,24 @@ class LMHead:
                 output layer on this pipeline stage.
             ValueError, TypeError: as :func:`shard_logprob_entropy`.
         """
-        if self._kept is None:
-            why = "this pipeline stage has no output layer" if self.layer is None else "the model was not called"
-            raise RuntimeError(f"LMHead: got no hidden states, since {why}")
+        hidden, weight = self._hidden_and_weight()
         if self._tried is not None:
             raise UnsupportedHead(
                 "LMHead: the output layer was called without the model's forward (by a schedule plan?), so that the "
                 "model's logits cannot be compared; takes a call of the model"
             )
-        (hidden, weight), self._kept = self._kept, None
+        if not keep:
+            self._kept = None
         return shard_logprob_entropy(
             hidden, weight, labels, tp_group=self.layer.tp_group, sequence_parallel=self.layer.sequence_parallel,
             bias=self.layer.bias, vocab_size=self._vocab_size, logit_softcap=self._softcap, mask=mask, **options,
         )  # fmt: skip
+
+    def _hidden_and_weight(self) -> tuple[Tensor, Tensor]:
+        if self._kept is None:
+            why = "this pipeline stage has no output layer" if self.layer is None else "the model was not called"
+            raise RuntimeError(f"LMHead: got no hidden states, since {why}")
+        return self._kept
 
     @property
     def _state(self) -> Any:
@@ -126,16 +141,16 @@ class LMHead:
         require_shard(self.layer, parameter, is_embedding=weight is not None)
         self._kept = input_, parameter
         if self._state in _verified.setdefault(self.layer, set()):
-            return input_.new_empty(*input_.shape[:2], 0), None
+            return input_.new_empty(*self.shape[::-1], 0), None
         with torch.no_grad():
             few = _enlarged(input_[:_FEW], parameter)
             self._tried = few, parameter
             return self._own(few, weight=weight, runtime_gather_output=False)[0], None
 
-    def _compare(self, model: Any, args: Any, logits: Any) -> None:
-        """Compares the logits that the model returned in a trial with those of the formula."""
+    def _compare(self, model: Any, args: Any, logits: Any) -> Tensor | None:
+        """Compares the logits that the model returned in a trial with those of the formula. Replaces them."""
         if self._tried is None:
-            return
+            return None
         (hidden, weight), self._tried = self._tried, None
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         error: str | None = (
@@ -152,6 +167,7 @@ class LMHead:
             self._kept = None
             raise UnsupportedHead(error or "LMHead: another tensor-parallel rank has logits that differ")
         _verified[self.layer].add(self._state)
+        return logits.new_empty(*self.shape, 0)
 
 
 def logprob_entropy(
