@@ -41,7 +41,7 @@ INSTALL := $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-swift \
-        test-oldest test-matrix mutations fuzz gpu demo distill learn bench bench-short docs docs-serve lint format sanitize \
+        test-megatron test-oldest test-matrix mutations fuzz gpu demo distill learn bench bench-short docs docs-serve lint format sanitize \
         wheel wheel-index release clean
 
 help:  ## list the targets
@@ -100,7 +100,7 @@ PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # Tests that other targets run.
 OF_DEMO := test_demo.py test_learning.py
-ELSEWHERE := binaries verl swift $(OF_DEMO) $(if $(HAS_GPU),,cuda)
+ELSEWHERE := binaries verl swift megatron $(OF_DEMO) $(if $(HAS_GPU),,cuda)
 
 test: setup  ## what shows that the library works on this machine: every op on every back-end, ranks, TRL
 	$(BIN)/python $(PYTEST) tests $(ELSEWHERE:%=--ignore tests/%)
@@ -126,7 +126,8 @@ REHEARSAL = $(if $(and $(HAS_GPU_PYTHON),$(shell command -v nvcc)),gpu-rehearsal
 
 test-all: export D3S_TEST_ALL = 1
 test-all: setup $(VENV)/.with-bench  ## all tests at full strength, with TRL's and torch's oldest
-	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-swift test-oldest $(REHEARSAL)
+	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-swift test-megatron \
+	  test-oldest $(REHEARSAL)
 
 # The oldest TRL that the integration accepts. The newest TRL is in $(VENV), with the dependencies of both.
 OLDEST_TRL := 1.15.0
@@ -144,7 +145,7 @@ test-trl:
 	@echo 'Left out: TRL $(OLDEST_TRL), which needs Python 3.11 or newer; this is 3.$(MINOR).'
 endif
 
-# $(call ENVIRONMENT_OF,trainer,folder,release,prefix of its name): an environment with a trainer and the packages that the
+# $(call ENVIRONMENT_OF,trainer,folder,release,its package, if the name differs): an environment with a trainer and the packages that the
 # tests of its integration import. Everything else is that of $(VENV), so torch and the library are not installed again.
 # The release "newest" takes the newest one.
 define ENVIRONMENT_OF
@@ -154,7 +155,7 @@ define ENVIRONMENT_OF
 	@$(BIN)/python tools/project.py test-$(1) > $@.txt
 	@$(BIN)/pip --python $(2)/bin/python install --no-compile $(QUIET) -r $@.txt
 	@$(BIN)/pip --python $(2)/bin/python install --no-compile -q --no-deps \
-	  $(if $(filter newest,$(3)),$(4)$(1),'$(4)$(1)==$(3)')
+	  $(if $(filter newest,$(3)),$(or $(4),$(1)),'$(or $(4),$(1))==$(3)')
 	@mv $@.txt $@
 endef
 
@@ -186,10 +187,24 @@ $(SWIFT)/.set-up: $(VENV)/.with-test
 	@touch $@
 
 $(SWIFT)/.packages:
-	$(call ENVIRONMENT_OF,swift,$(SWIFT),$(SWIFT_RELEASE),ms-)
+	$(call ENVIRONMENT_OF,swift,$(SWIFT),$(SWIFT_RELEASE),ms-swift)
 
 test-swift: setup $(SWIFT)/.set-up  ## the integration with ms-swift
 	$(SWIFT)/bin/python -m pytest $(PYTEST_ARGS) tests/swift
+
+# Megatron's layers run on a CPU over gloo. 0.15.3 is the oldest release that the integration takes.
+MEGATRON_RELEASE ?= 0.16.1
+MEGATRON := $(VENV)/megatron-$(MEGATRON_RELEASE)
+
+$(MEGATRON)/.set-up: $(VENV)/.with-test
+	$(STAGE) 'packages of megatron-core $(MEGATRON_RELEASE)' $(MAKE) --no-print-directory $(MEGATRON)/.packages
+	@touch $@
+
+$(MEGATRON)/.packages:
+	$(call ENVIRONMENT_OF,megatron,$(MEGATRON),$(MEGATRON_RELEASE),megatron-core)
+
+test-megatron: setup $(MEGATRON)/.set-up  ## the integration with megatron-core
+	$(MEGATRON)/bin/python -m pytest $(PYTEST_ARGS) tests/megatron
 
 mutations: setup $(if $(HAS_VERL),$(VERL)/.set-up)  ## faults put into the library on purpose, and which layer of the tests finds them
 	$(BIN)/python tools/mutations.py $(MUTATIONS_ARGS)
@@ -340,7 +355,7 @@ define TEST_UNDER
 	cd build && ../$(1)/bin/python $(PYTEST) ../tests -p no:cacheprovider \
 	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/binaries/test_cuda_binary.py \
 	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/binaries/test_aarch64.py \
-	  --ignore ../tests/verl --ignore ../tests/swift
+	  --ignore ../tests/verl --ignore ../tests/swift --ignore ../tests/megatron
 endef
 
 test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built here; a build against it
@@ -354,8 +369,9 @@ test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest to
 	$(call TEST_UNDER,$(NEWEST))
 
 .PHONY: test-newest test-wheel test-ops test-aarch64
-test-newest:  ## make test with the newest torch, TRL and verl, in .venv-newest (remove it to download them again)
-	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest test test-verl test-binaries
+test-newest:  ## make test with the newest torch, TRL, verl and megatron-core, in .venv-newest (remove it to get newer ones)
+	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest MEGATRON_RELEASE=newest \
+	  test test-verl test-megatron test-binaries
 
 WHEEL ?= $(wildcard dist/*.whl)
 ONE_WHEEL = $(if $(filter 1,$(words $(WHEEL))),,$(error WHEEL= takes one wheel; got '$(WHEEL)'))

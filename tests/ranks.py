@@ -29,6 +29,7 @@ from d3s_kernels._collectives import ranks_of
 SIZES = (2, 3, 4) if EVERYTHING else (2, 3)
 _TIMEOUT = 120.0  # seconds, for a task
 _AFTER_A_FAILURE = 5.0
+PRELOADED = ["d3s_kernels.distributed", "torch._dynamo", "hypothesis", "pytest"]  # a folder of tests may add to it
 
 
 def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float, backend: str) -> None:
@@ -63,7 +64,7 @@ class World:
         self._folder = tempfile.TemporaryDirectory()
         # Forked from a server that has imported torch once and has no threads: a new world takes a tenth of a second.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["d3s_kernels.distributed", "torch._dynamo", "hypothesis", "pytest"])
+        context.set_forkserver_preload(PRELOADED)
         self.calls, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()

@@ -74,18 +74,22 @@ class Summed(torch.autograd.Function):
         return context.ranks.add_(gradient.float().clone()).to(gradient.dtype), None
 
 
-def shard_of(name: str, ranks: Ranks, first: int, last: int, copied: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """The function of one process, computed by all ranks. This one has the tokens from ``first`` to ``last``."""
+def shard_of(name: str, ranks: Ranks, first: int, last: int, other: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """The function of one process, computed by all ranks. This one has the tokens from ``first`` to ``last``. ``other``
+    asks for another form of the same: a copied shard, or ranks that leave the sum of hidden states' gradients to us.
+    """
     function = getattr(distributed, f"vocab_parallel_{name}")
 
     def call(**given: Any) -> tuple[Tensor, ...]:
         if "logits" in given:
             whole = Summed.apply(given.pop("logits"), ranks)[..., first:last]  # strided and misaligned
-            given["logits_shard"] = whole.clone() if copied else whole
+            given["logits_shard"] = whole.clone() if other else whole
         else:
             names = [name for name in ("weight", "bias") if given.get(name) is not None]
             given |= {name: Summed.apply(given[name], ranks)[first:last] for name in names}
             given["weight_shard"] = given.pop("weight")
+            if other and "topk" not in name:
+                given |= {"hidden": Summed.apply(given["hidden"], ranks), "sum_hidden_grad": False}
         results = function(**given, vocab_start=first, process_group=ranks.group)
         assert_alike(ranks, *results)
         return results
@@ -240,6 +244,12 @@ def only_rows_with_a_gradient_are_communicated(ranks: Ranks) -> None:
             of_hidden, _ = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
             assert told == [("all_reduce", (rows,), torch.uint8), ("all_reduce", (packed, width), torch.float32)]
             del told[:]
+            terms = shared_head(hidden, weight, labels, *place, **options, sum_hidden_grad=False)
+            del told[:]
+            (term,) = torch.autograd.grad(sum(torch.where(kept, result, 0).sum() for result in terms), hidden)
+            assert term[kept].any()
+            assert not term[~kept].any()
+            assert told == []
         with asked() as told:  # the gradient of the weight is local
             results = shared_head(hidden.detach(), weight, labels, *place, **options)
             torch.autograd.grad(sum(torch.where(kept, result, 0).sum() for result in results), weight)

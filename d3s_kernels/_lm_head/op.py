@@ -46,9 +46,10 @@ HEAD = (
     "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None"
 )
 SHARD = "SymInt first_token=0, str? group_name=None"
+HEAD_SHARD = f"{SHARD}, bool sum_hidden_grad=True"
 _ARGUMENTS = (
     f"{HEAD}, Tensor? support_ids=None, Tensor? support_offsets=None, bool include_label=False, "
-    f"SymInt? max_dense_rows=None, {SHARD}"
+    f"SymInt? max_dense_rows=None, {HEAD_SHARD}"
 )
 
 
@@ -71,13 +72,14 @@ def problem_of(
     max_dense_rows: int | None = None,
     first_token: int = 0,
     group_name: str | None = None,
+    sum_hidden_grad: bool = True,
 ) -> HeadProblem:
     """Makes a HeadProblem from the arguments of the op's schema."""
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(temperature, temperature_tensor), logit_softcap, mask, max_rows,
         max_grad_rows, logits_dtype, workspace_bytes,
         OptionalSupports(support_ids, support_offsets, include_label, max_dense_rows),
-        Shard.of(first_token, group_name),
+        Shard.of(first_token, group_name, sum_hidden_grad),
     )  # fmt: skip
 
 
@@ -91,7 +93,8 @@ def head_arguments(problem: HeadProblem) -> tuple[Any, ...]:
 
 def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
     """Returns the arguments of the op's schema, in the schema's order. :func:`problem_of` is the inverse."""
-    return *head_arguments(problem), *problem.supports, *problem.shard.arguments
+    shard = problem.shard
+    return *head_arguments(problem), *problem.supports, *shard.arguments, shard.sum_hidden_grad
 
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:

@@ -42,19 +42,22 @@ class Shard(NamedTuple):
 
     first_token: int = 0
     ranks: Ranks | None = None
+    sum_hidden_grad: bool = True  # False: each rank keeps its own term of the gradient of the hidden states
 
     @classmethod
-    def of(cls, first_token: int = 0, group_name: str | None = None) -> Shard:
+    def of(cls, first_token: int = 0, group_name: str | None = None, sum_hidden_grad: bool = True) -> Shard:
         """Makes a shard from an op's arguments. An op takes a group by name, as torch's functional collectives do."""
         if group_name is None:
             return WHOLE
         from .._collectives import ranks_named  # imported here, since some builds of torch have no process groups
 
-        return cls(first_token, ranks_named(group_name))
+        return cls(first_token, ranks_named(group_name), sum_hidden_grad)
 
     @property
     def arguments(self) -> ShardArguments:
-        """The arguments of an op for this shard. :meth:`of` is the inverse."""
+        """The arguments of an op for this shard. :meth:`of` is the inverse. An op of the LM head with a gradient also
+        has the argument ``sum_hidden_grad``.
+        """
         return NO_GROUP if self.ranks is None else ShardArguments(self.first_token, self.ranks.group.group_name)
 
     @property
@@ -72,14 +75,14 @@ class Shard(NamedTuple):
         return states if self.ranks is None or not len(states) else self.ranks.gather(states)
 
     def anyones_(self, mask: Tensor) -> Tensor:
-        """Replaces the mask, in place, with the union of all ranks' masks."""
-        if self.ranks is not None and len(mask):
+        """Replaces the mask of rows with a gradient, in place, with the union of all ranks' masks."""
+        if self.ranks is not None and self.sum_hidden_grad and len(mask):
             self.ranks.maximum_(mask.view(torch.uint8))
         return mask
 
     def total_(self, values: Tensor) -> Tensor:
-        """Sums the values over the shards, in place."""
-        return values if self.ranks is None or not len(values) else self.ranks.add_(values)
+        """Sums gradients of hidden states over the shards, in place."""
+        return self.ranks.add_(values) if self.ranks is not None and self.sum_hidden_grad and len(values) else values
 
 
 WHOLE = Shard()
@@ -231,6 +234,7 @@ class HeadProblem(NamedTuple):
             "labels": self.labels, "temperature": number if tensor is None else tensor,
             "logit_softcap": self.logit_softcap, "mask": self.mask, "max_rows": self.max_rows,
             "max_grad_rows": self.max_grad_rows, "logits_dtype": str(self.logits_dtype),
+            "sum_hidden_grad": self.shard.sum_hidden_grad,
         }  # fmt: skip
 
     def require_memory(self) -> None:

@@ -31,7 +31,7 @@ from .._dispatch.registration import (
 )
 from .backward import AtTokens, Incoming, Wanted, of_active_rows
 from .forward import PackedRows, no_logits
-from .op import HEAD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
+from .op import HEAD, HEAD_SHARD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
 from .products import tiles_of_logits, without_autocast
 
@@ -305,7 +305,7 @@ def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _backward(problem, token_ids, grads, results, wanted)
 
 
-_ARGUMENTS = f"Tensor token_ids, {HEAD}, {SHARD}"
+_ARGUMENTS = f"Tensor token_ids, {HEAD}, {HEAD_SHARD}"
 declare(
     f"linear_token_logprobs({_ARGUMENTS}) -> ({_RESULTS})",
     _forward_kernel,
@@ -329,7 +329,8 @@ def linear_token_logprobs(
     problem: HeadProblem, token_ids: Tensor, at_backward: AtBackward | None = None
 ) -> TokenLogprobs:
     """``at_backward`` is as for ``linear_logprob_entropy``."""
-    arguments = token_ids, *head_arguments(problem), *problem.shard.arguments
+    shard = problem.shard
+    arguments = token_ids, *head_arguments(problem), *shard.arguments, shard.sum_hidden_grad
     return TokenLogprobs(*_head(at_backward, arguments)[:4])
 
 

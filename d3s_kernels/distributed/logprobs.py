@@ -162,6 +162,7 @@ def vocab_parallel_linear_logprob_entropy(
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
     vocab_size: int | None = None,
+    sum_hidden_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`d3s_kernels.linear_logprob_entropy` for an LM head whose vocabulary is sharded across a group's
     ranks.
@@ -174,7 +175,8 @@ def vocab_parallel_linear_logprob_entropy(
     the shards. The ranks first exchange one byte for each row, to agree on the rows that have a gradient. Then they
     all-reduce only those rows, in float32: if 10 % of the tokens are kept, the all-reduce carries 10 % of the rows. If
     ``hidden`` needs no gradient, nothing is communicated. As for :func:`vocab_parallel_logprob_entropy`, the loss must
-    be the same on all ranks. ``hidden.grad`` is complete, and must not be summed over these ranks again.
+    be the same on all ranks. ``hidden.grad`` is complete, and must not be summed over these ranks again, unless
+    ``sum_hidden_grad`` is False.
 
     All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` must
     be the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
@@ -219,6 +221,9 @@ def vocab_parallel_linear_logprob_entropy(
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
         vocab_size: the number of ids of the whole vocabulary, with those that only pad it, as in
             :func:`vocab_parallel_logprob_entropy`. With it, the whole weight in place of a shard is refused.
+        sum_hidden_grad: False means that ``hidden.grad`` is only this rank's term of the gradient, and that the
+            backward communicates nothing. The caller must then sum the terms over the ranks, as the reduce-scatter of
+            sequence parallelism does. A term has the dtype of ``hidden``, so it is rounded before the sum.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -241,7 +246,7 @@ def vocab_parallel_linear_logprob_entropy(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group, vocab_size)
+    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group, vocab_size, sum_hidden_grad)
     sampling = SamplingOptions(sampling_mask, label_outside, max_dense_rows)
     bias, into = sharded.along("bias", bias), sharded.along("weight_grad_into", weight_grad_into)
     hidden, labels, mask, temperature = sharded.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)

@@ -112,13 +112,14 @@ def vocab_parallel_linear_token_logprobs(
     workspace_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
     vocab_size: int | None = None,
+    sum_hidden_grad: bool = True,
 ) -> TokenLogprobs:
     """Computes :func:`d3s_kernels.linear_token_logprobs` for an LM head whose vocabulary is sharded across a group's
     ranks.
 
     The forward communicates as :func:`vocab_parallel_token_logprobs` does, and the backward as
     :func:`vocab_parallel_linear_logprob_entropy` does: ``hidden.grad`` is complete, and must not be summed over these
-    ranks again.
+    ranks again, unless ``sum_hidden_grad`` is False.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need the gradient of
@@ -128,7 +129,7 @@ def vocab_parallel_linear_token_logprobs(
         token_ids, labels: as in :func:`vocab_parallel_token_logprobs`, for the rows of ``hidden``.
         vocab_start, process_group, bias, temperature, logit_softcap, mask, max_rows, max_grad_rows: as in
             :func:`vocab_parallel_linear_logprob_entropy`.
-        logits_dtype, workspace_bytes, weight_grad_into, vocab_size: as there.
+        logits_dtype, workspace_bytes, weight_grad_into, vocab_size, sum_hidden_grad: as there.
 
     Returns:
         :class:`d3s_kernels.TokenLogprobs`, the same on all ranks of the group.
@@ -148,7 +149,7 @@ def vocab_parallel_linear_token_logprobs(
         tensor([[-1.3863, -1.3863]])
         >>> dist.destroy_process_group()
     """
-    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group, vocab_size)
+    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group, vocab_size, sum_hidden_grad)
     bias, into = sharded.along("bias", bias), sharded.along("weight_grad_into", weight_grad_into)
     hidden, token_ids, labels, mask, temperature = sharded.beside(
         hidden=hidden, token_ids=token_ids, labels=labels, mask=mask, temperature=temperature

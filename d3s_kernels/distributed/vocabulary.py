@@ -44,8 +44,9 @@ class ShardedArgument:
         vocab_start: int | None,
         process_group: Group | None,
         vocab_size: int | None = None,
+        sum_hidden_grad: bool = True,
     ) -> None:
-        self._name, self._tensor, self._vocab_size = name, tensor, vocab_size
+        self._name, self._tensor, self._vocab_size, self._sum_hidden_grad = name, tensor, vocab_size, sum_hidden_grad
         # Asked once: if a check refuses a shard while a graph is traced, torch goes on in eager mode, where this rank
         # would gather shards while the others do not.
         self._is_traced = torch.compiler.is_compiling()
@@ -69,7 +70,7 @@ class ShardedArgument:
     @property
     def shard(self) -> Shard:
         """This rank's shard. It is read within ``agree``, as :attr:`first_token`."""
-        return Shard(self.first_token, self.ranks)
+        return Shard(self.first_token, self.ranks, self._sum_hidden_grad)
 
     @property
     def first_token(self) -> int:
