@@ -1,0 +1,119 @@
+"""verl's Megatron engine around Megatron's own small GPT model, on ranks of a CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from ranks import Ranks
+from tensordict import TensorDict
+from tiny_megatron import arrange, full_gradients, reference_of, tiny_model, unwrapped
+from torch import Tensor
+from verl.models.mcore import model_forward_fused
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
+
+from d3s_kernels.integrations.verl.sampling_mask import response_lengths
+
+VOCABULARY, PADDED = 30, 32  # the vocabulary of the rows, and of the model, which Megatron fills up
+
+
+def bare_engine(model: Any, backend: str = "d3s", **options: Any) -> Any:
+    """verl's engine around a model that is there; verl has patched it."""
+    engine = MegatronEngineWithLMHead.__new__(MegatronEngineWithLMHead)
+    engine.module, engine.tf_config, engine.is_value_model = [model], unwrapped(model).config, False
+    engine.enable_routing_replay = False
+    engine.engine_config = SimpleNamespace(
+        use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False,
+        pad_bshd_to_minibatch_max=False, context_parallel_size=parallel_state.get_context_parallel_world_size(),
+    )  # fmt: skip
+    engine.model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"], vocab_size=VOCABULARY),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        mtp=SimpleNamespace(enable=False),
+        fused_kernel_options={"impl_backend": backend} | options,
+    )
+    engine._maybe_enable_fused_kernels()
+    return engine
+
+
+def weighed(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+    """A loss of log-probabilities and entropies of the responses."""
+    values = [no_padding_2_padding(model_output[name], data) for name in ("log_probs", "entropy")]
+    return (torch.stack(values, -1) * data["weights"]).sum(), {}
+
+
+@contextmanager
+def counted(rows: list[int]) -> Iterator[None]:
+    """Records the number of rows that our head computes."""
+    from d3s_kernels.integrations.verl import megatron
+
+    def count(*arguments: Any, mask: Tensor, **options: Any) -> Any:
+        rows.append(int(mask.sum()))
+        return original(*arguments, mask=mask, **options)
+
+    original = megatron.shard_logprob_entropy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron, "shard_logprob_entropy", count)
+        yield
+
+
+def expected_of(reference: Any, data: TensorDict, supports: list[Any] | None) -> dict[str, Tensor]:
+    """Of a whole model in float64, sequence by sequence: ``[B, T]``, for the tokens of the responses."""
+    temperature, shape = data["temperature"], data["weights"].shape[:2]
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name in ("log_probs", "entropy")}
+    for row, (ids, length) in enumerate(zip(data["input_ids"].unbind(), response_lengths(data).tolist(), strict=True)):
+        logits = reference(ids[None], None, None)[0, -length - 1 : -1, :VOCABULARY] / temperature
+        if supports is not None:
+            for place, kept in enumerate(supports[row][:length]):
+                if kept:
+                    outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, torch.tensor(kept), False)
+                    logits = logits.index_put((torch.tensor(place), outside.nonzero().flatten()), torch.tensor(-1e9))
+        log_p = logits.log_softmax(-1)
+        found["log_probs"][row, :length] = log_p.gather(-1, ids[-length:, None])[:, 0]
+        found["entropy"][row, :length] = -(log_p.exp() * log_p).sum(-1)
+    return found
+
+
+def compare(
+    ranks: Ranks, data: TensorDict, supports: list[Any] | None, tensor: int, context: int, options: dict[str, Any]
+) -> list[int]:
+    """An update and a pass without gradients through verl's engine. Returns the rows that our head has computed."""
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    arrange(tensor, context)
+    model, rows = tiny_model(PADDED, seed=7, **options), list[int]()
+    reference, engine = reference_of(model), bare_engine(model)
+    mask, lengths = data["response_mask"].bool(), response_lengths(data)
+    expected = expected_of(reference, data, supports)
+    with counted(rows):
+        found = engine.forward_backward_batch(data, weighed)["model_output"]
+        with torch.no_grad():
+            old = engine.forward_backward_batch(data, None, forward_only=True)["model_output"]
+    outside = ~mask & (torch.arange(mask.shape[1]) < lengths[:, None])
+    for name, values in expected.items():
+        for of_pass in (found, old):
+            padded = no_padding_2_padding(of_pass[name], data)
+            torch.testing.assert_close(padded[mask].double(), values.detach()[mask], rtol=0, atol=2e-5)
+    assert torch.equal(no_padding_2_padding(found["log_probs"], data)[outside], data["old_log_probs"][outside])
+    if supports is None:  # a pass without gradients also computes tokens that an update drops
+        real = outside & mask.any(1, keepdim=True)
+        padded = no_padding_2_padding(old["log_probs"], data)[real]
+        torch.testing.assert_close(padded.double(), expected["log_probs"].detach()[real], rtol=0, atol=2e-5)
+
+    (torch.stack([*expected.values()], -1) * (data["weights"] * mask[..., None])).sum().backward()
+    gradients = full_gradients(model)
+    for name, parameter in reference.named_parameters():
+        gradient = gradients[name].double()
+        if context > 1:  # each context rank has the gradient of its own positions
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        error = (gradient - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert error < 1e-4, (name, error)
+    return rows
