@@ -11,11 +11,13 @@ TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
 TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
-# The minor version of the environment's Python (11 for 3.11), which decides whether TRL and verl can be installed.
+# The minor version of the environment's Python (11 for 3.11), which decides whether TRL, verl and megatron-core can be
+# installed.
 FOUND := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 MINOR := $(or $(shell $(FOUND) -c 'import sys; print(sys.version_info[1])' 2> /dev/null),unknown)
 HAS_TRL := $(filter-out 10,$(MINOR))
 HAS_VERL := $(filter 10 11 12,$(MINOR))
+HAS_MEGATRON := $(filter 10 11 12 13,$(MINOR))
 
 # Tests start dozens of Pythons. With bytecode files, each module is compiled only once, when it is first imported:
 # --no-compile keeps pip from compiling all modules of all packages.
@@ -203,8 +205,13 @@ $(MEGATRON)/.set-up: $(VENV)/.with-test
 $(MEGATRON)/.packages:
 	$(call ENVIRONMENT_OF,megatron,$(MEGATRON),$(MEGATRON_RELEASE),megatron-core)
 
+ifneq ($(HAS_MEGATRON),)
 test-megatron: setup $(MEGATRON)/.set-up  ## the integration with megatron-core
 	$(MEGATRON)/bin/python -m pytest $(PYTEST_ARGS) tests/megatron
+else
+test-megatron:
+	@echo 'Left out: megatron-core, which has no wheel for Python 3.14 and newer; this is 3.$(MINOR).'
+endif
 
 mutations: setup $(if $(HAS_VERL),$(VERL)/.set-up)  ## faults put into the library on purpose, and which layer of the tests finds them
 	$(BIN)/python tools/mutations.py $(MUTATIONS_ARGS)

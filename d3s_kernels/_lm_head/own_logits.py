@@ -57,7 +57,7 @@ class ModelHead(NamedTuple):
         return type(self.model).__name__
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """The record of a forward of a few tokens."""
 
     hidden: Tensor
@@ -96,7 +96,7 @@ def verified_head(head: ModelHead) -> ModelHead:
     ]
     errors = []
     for reading in readings:  # the first usually matches; each comparison costs a product with the whole weight
-        error = _difference(reading, seen)
+        error = difference(reading, seen)
         if error is None:
             if len(known) >= _STATES:
                 known.clear()
@@ -110,7 +110,7 @@ def require_own_logits(head: ModelHead) -> None:
     """Raises unless the model's logits are equal to the logits that follow from the body's last hidden states and
     ``head``. A model that scales its hidden states instead of its logits (MiniCPM3) passes too.
     """
-    error = _difference(head, _seen(head))
+    error = difference(head, _seen(head))
     if error is not None:
         raise UnsupportedHead(error)
 
@@ -133,7 +133,7 @@ def _state(head: ModelHead) -> Hashable:
     )  # fmt: skip
 
 
-def _seen(head: ModelHead) -> _Seen:
+def _seen(head: ModelHead) -> Seen:
     """Runs a forward of a few tokens and returns its record. Raises if the record shows that the model is not
     supported.
     """
@@ -187,7 +187,7 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
         yield
 
 
-def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
+def _try(head: ModelHead, bodies: list[Module]) -> Seen:
     """Runs a forward of a few tokens with enlarged hidden states. Autograd records the graph from these hidden states
     to the logits. The graph shows on which tensors the logits depend.
     """
@@ -253,7 +253,7 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
     if not of_body:
         parts = " or ".join(dict.fromkeys(type(part).__name__ for part in bodies or [head.layer]))
         raise UntriedHead(f"{untried} does not call its {parts}")
-    return _Seen(of_body[-1], of_head, dtypes, logits)
+    return Seen(of_body[-1], of_head, dtypes, logits)
 
 
 def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
@@ -320,7 +320,7 @@ def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
     return (hidden * factor.view(*hidden.shape[:-1], 1)).to(hidden.dtype)
 
 
-def _require_gradients(head: ModelHead, seen: _Seen) -> None:
+def _require_gradients(head: ModelHead, seen: Seen) -> None:
     """Raises unless logits depend on the hidden states and the weight, and on no other parameter except the bias."""
     own = {id(value) for value in (seen.hidden, head.layer.weight, getattr(head.layer, "bias", None))}
     leaves: dict[int, Tensor] = {}  # by id; the tensors are kept alive, so that no id is reused
@@ -353,7 +353,7 @@ def _equal(hidden: Tensor, other: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _difference(head: ModelHead, seen: _Seen) -> str | None:
+def difference(head: ModelHead, seen: Seen) -> str | None:
     """Compares the model's logits with the expected logits. Returns an error message if the difference at a single
     logit, or the root mean square of all differences, is too large to be a rounding error. Otherwise returns None.
     """

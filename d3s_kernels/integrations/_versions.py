@@ -18,7 +18,7 @@ def untested(package: str, found: str, oldest: str, before: str, tests: str) -> 
     if Version(oldest) <= Version(found) and Version(found).release < Version(before).release:
         return None
     message = f"d3s_kernels: found {package} {found}; takes {package}>={oldest},<{before}, which the tests cover"
-    variable = f"D3S_{package.rpartition('-')[2].upper()}_UNTESTED"
+    variable = f"D3S_{package.removeprefix('ms-').removesuffix('-core').upper()}_UNTESTED"
     if os.environ.get(variable) != "1":
         return f"{message}. To try it nevertheless, run {tests} of a clone with it, then set {variable}=1"
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -44,13 +44,14 @@ def compare(ranks: Ranks, seed: int, tensor: int, context: int, thd: bool, optio
         ids, labels, weights = ids.flip(-1), labels.flip(-1), weights.flip(-1)
     model = tiny_model(seed=seed, **options)
     extra = {"packed_seq_params": packed(lengths)} if thd else {}
-    logits = model(my_rows(ids, lengths), None, None, **extra)
+    positions = torch.arange(form[1]).expand(form)
+    logits = model(my_rows(ids, lengths), my_rows(positions, lengths), None, **extra)
     assert logits.shape[-1] == 96 // tensor
     whole = gather_from_tensor_model_parallel_region(logits)
     _loss(whole, my_rows(labels, lengths), my_rows(weights, lengths)).backward()
 
     reference = reference_of(model)
-    wanted = reference(ids, None, None, **extra)
+    wanted = reference(ids, positions, None, **extra)
     torch.testing.assert_close(whole.double(), my_rows(wanted, lengths), rtol=1e-4, atol=1e-4)
     _loss(wanted, labels, weights.double()).backward()
     found = full_gradients(model)
@@ -84,7 +85,8 @@ def test_two_ranks(tensor: int, context: int, thd: bool, options: dict[str, Any]
     [
         (1, True, {"sequence_parallel": True, "ddp": {"overlap_grad_reduce": False}}),
         (2, True, {"sequence_parallel": True, "ddp": DDP}),
-        (2, True, {"tied": True, "ddp": {}}),
+        (2, True, {"tied": True, "ddp": {"use_distributed_optimizer": True, "overlap_param_gather": True} | DDP}),
+        (2, False, {"positions": "learned_absolute", "ddp": {}}),
     ],
 )
 def test_four_ranks(context: int, thd: bool, options: dict[str, Any]) -> None:

@@ -129,19 +129,19 @@ def _gpt(
     config: TransformerConfig, vocab_size: int, groups: ProcessGroupCollection | None = None, **options: Any
 ) -> GPTModel:
     layers = TransformerBlockSubmodules([_layer()] * config.num_layers, Norm)
-    return GPTModel(
-        config, layers, vocab_size, LONGEST, position_embedding_type="rope", pg_collection=groups, **options
-    )
+    return GPTModel(config, layers, vocab_size, LONGEST, pg_collection=groups, **options)
 
 
 def tiny_model(
     vocab_size: int = 96, *, tied: bool = False, sequence_parallel: bool = False, dtype: torch.dtype = torch.float32,
     ddp: dict[str, Any] | None = None, seed: int = 0, std: float = 0.3, pre_process: bool = True,
-    post_process: bool = True, **config: Any,
+    post_process: bool = True, positions: str = "rope", **config: Any,
 ) -> Any:  # fmt: skip
     """Two layers of ``HIDDEN``, with the same weights however the ranks are arranged. In bfloat16 the model is in
     Megatron's ``Float16Module``. ``ddp``: options of ``DistributedDataParallelConfig``; the model is then in Megatron's
-    ``DistributedDataParallel``, which keeps gradients in ``main_grad``. ``config``: more of ``TransformerConfig``.
+    ``DistributedDataParallel``, which keeps gradients in ``main_grad``. ``positions``: "learned_absolute" runs where
+    "rope" asks for pinned memory, for rows that are not packed on context ranks. ``config``: more of
+    ``TransformerConfig``.
     """
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -154,8 +154,8 @@ def tiny_model(
     settings["pipeline_dtype"] = dtype
     made = _config(dtype, std, **settings | config)
     torch.manual_seed(seed)
-    options = {"share_embeddings_and_output_weights": tied, "pre_process": pre_process, "post_process": post_process}
-    model: Any = _gpt(made, vocab_size, **options)
+    options = {"share_embeddings_and_output_weights": tied, "position_embedding_type": positions}
+    model: Any = _gpt(made, vocab_size, pre_process=pre_process, post_process=post_process, **options)
     # Norms and biases begin as ones and zeros, with which a fault could hide.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -197,9 +197,9 @@ def unwrapped(model: Any) -> GPTModel:
 def reference_of(model: Any, dtype: torch.dtype = torch.float64) -> GPTModel:
     """The model with the same weights, whole on this rank and without parallelism, in float64. All ranks call it."""
     inner = unwrapped(model)
-    tied = inner.share_embeddings_and_output_weights
+    names = "share_embeddings_and_output_weights", "position_embedding_type"
     config = _config(dtype, inner.config.init_method_std, num_layers=inner.config.num_layers)
-    reference = _gpt(config, inner.vocab_size, _alone(), share_embeddings_and_output_weights=tied)
+    reference = _gpt(config, inner.vocab_size, _alone(), **{name: getattr(inner, name) for name in names})
     values = full({name: parameter.data for name, parameter in inner.named_parameters()}, inner)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -224,10 +224,8 @@ def _full_shape(parameter: Tensor) -> list[int]:
 def _part(whole: Tensor, parameter: Tensor) -> Tensor:
     if not _is_divided(parameter):
         return whole
-    size, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank(),
-    )  # fmt: skip
-    return whole.chunk(size, parameter.partition_dim)[rank]
+    group = parallel_state.get_tensor_model_parallel_group()
+    return whole.chunk(group.size(), parameter.partition_dim)[group.rank()]
 
 
 def gathered(part: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -254,6 +252,11 @@ def full_gradients(model: Any) -> dict[str, Tensor]:
     inner = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         finalize_model_grads([model])
+        if model.ddp_config.use_distributed_optimizer:  # each data rank has the sums of its own part alone
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            for bucket in (bucket for buffer in model.buffers for bucket in buffer.buckets):
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
     elif inner.config.sequence_parallel:  # what finalize_model_grads does
         for parameter in inner.parameters():
             if getattr(parameter, "sequence_parallel", False):
