@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from ranks import Ranks
 from tensordict import TensorDict
 from tiny_megatron import arrange, full_gradients, reference_of, tiny_model, unwrapped
 from torch import Tensor
-from verl.models.mcore import model_forward_fused
+from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -50,9 +49,21 @@ def weighed(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any) ->
     return (torch.stack(values, -1) * data["weights"]).sum(), {}
 
 
+def one_stage(forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **options: Any) -> Any:
+    """Megatron's schedule of a single pipeline stage, which keeps its number of tokens on a GPU."""
+    found = []
+    for _ in range(num_microbatches):
+        output, loss_function = forward_step_func(data_iterator, model[0])
+        loss, of_batch = loss_function(output)
+        if not options["forward_only"]:
+            (loss / num_microbatches).backward()
+        found.append(of_batch)
+    return found
+
+
 @contextmanager
 def counted(rows: list[int]) -> Iterator[None]:
-    """Records the number of rows that our head computes."""
+    """Runs verl's engine on a CPU, and records the number of rows that our head computes."""
     from d3s_kernels.integrations.verl import megatron
 
     def count(*arguments: Any, mask: Tensor, **options: Any) -> Any:
@@ -62,6 +73,7 @@ def counted(rows: list[int]) -> Iterator[None]:
     original = megatron.shard_logprob_entropy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron, "shard_logprob_entropy", count)
+        patch.setattr(transformer_impl, "get_forward_backward_func", lambda: one_stage)
         yield
 
 
@@ -75,7 +87,9 @@ def expected_of(reference: Any, data: TensorDict, supports: list[Any] | None) ->
             for place, kept in enumerate(supports[row][:length]):
                 if kept:
                     outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, torch.tensor(kept), False)
-                    logits = logits.index_put((torch.tensor(place), outside.nonzero().flatten()), torch.tensor(-1e9))
+                    logits = logits.index_put(
+                        (torch.tensor(place), outside.nonzero().flatten()), torch.tensor(-1e9).double()
+                    )
         log_p = logits.log_softmax(-1)
         found["log_probs"][row, :length] = log_p.gather(-1, ids[-length:, None])[:, 0]
         found["entropy"][row, :length] = -(log_p.exp() * log_p).sum(-1)

@@ -26,9 +26,10 @@ from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithValueHead,
 )
 
-from ..._lm_head.own_logits import text_of
+from ..._lm_head.own_logits import UnsupportedHead, text_of
 from ...support.sampling_mask import SamplingMask
 from .._head_options import LogitsDtype, dtype_of_logits
+from ..megatron.checks import require_known, require_version, with_output_layer
 from ..megatron.shard import shard_logprob_entropy
 from .checks import head_options
 from .distillation import NAME as DISTILLATION
@@ -50,7 +51,7 @@ from .replaced import Replaced
 class _Read:
     """A micro-batch that our head computes."""
 
-    places: Tensor  # nested: for each token, 1 + the place of the position that predicts it; 0: it is not read
+    places: Any  # nested: for each token, 1 + the place of the position that predicts it; 0: it is not read
     positions: Positions | None  # in the order of the tokens of the micro-batch; None: all are read
     vocab_size: int
     logits_dtype: LogitsDtype  # the option
@@ -151,17 +152,13 @@ def _scores(
         )
     read.used = True
     supports: SamplingMask | None = None
-    at_most = None
-    if read.positions is not None:
-        if read.positions.at_most is not None:
-            at_most = min(read.positions.at_most, places.numel())
-        if read.positions.supports is not None:  # positions that are not read get the empty support behind all others
-            last = read.positions.supports.rows
-            rows = torch.where(places > 0, places - 1, last).flatten()
-            supports = with_empty_rows(read.positions.supports, last + 1).index_select(rows)
+    if read.positions is not None and read.positions.supports is not None:
+        last = read.positions.supports.rows  # where an empty support is added, for positions that are not read
+        rows = torch.where(places > 0, places - 1, last).flatten()
+        supports = with_empty_rows(read.positions.supports, last + 1).index_select(rows)
     scores: tuple[Tensor, Tensor] = shard_logprob_entropy(
         hidden, weight, labels, tp_group=group, sequence_parallel=read.sequence_parallel, vocab_size=read.vocab_size,
-        mask=places > 0, temperature=temperature, max_rows=at_most, sampling_mask=supports,
+        mask=places > 0, temperature=temperature, sampling_mask=supports,
         logits_dtype=dtype_of_logits(read.logits_dtype, hidden.dtype),
     )  # fmt: skip
     return scores
@@ -183,34 +180,34 @@ def _maybe_enable_fused_kernels(original: Any, engine: Any) -> None:
     if engine.engine_config.dynamic_context_parallel:
         raise ValueError(f"megatron.dynamic_context_parallel: got True; takes False with {OPTION}={BACKEND}")
     for model in engine.module:
-        reason = _why_not(unwrap_model(model))
-        if reason is not None:
-            raise ValueError(f"{OPTION}: got {BACKEND!r} for {type(unwrap_model(model)).__name__}, {reason}")
+        try:
+            _require_plain_layer(with_output_layer(unwrap_model(model)))
+        except UnsupportedHead as error:
+            raise ValueError(f"{OPTION}: got {BACKEND!r}. {error}") from error
     print("d3s_kernels: the fused LM head of the Megatron engine is ours, not verl's linear_cross_entropy")
 
 
-def _why_not(model: Any) -> str | None:
-    """Returns why our head cannot take the place of the model's output layer, as a part of an error message. verl
-    passes only the layer's weight to the head, and never calls the layer.
+def _require_plain_layer(model: Any) -> None:
+    """verl passes only the weight of the output layer to the head, and never calls the layer. Raises an UnsupportedHead
+    if logits depend on more than the weight, or if the layer has to be called.
     """
-    model = model if isinstance(model, GPTModel) else getattr(model, "language_model", None)
-    if not isinstance(model, GPTModel):
-        return "which has no GPTModel; takes a GPTModel, or a model that has one as its language_model"
-    if not model.post_process:
-        return None
-    layer, name = model.output_layer, type(model.output_layer).__name__
+    require_version()
+    layer = getattr(model, "output_layer", None)
+    if layer is None:  # another pipeline stage
+        return
+    require_known(model, layer)
+    name = f"output_layer: got a {type(layer).__name__}"
     changed = "forward" in vars(layer) or type(layer).forward is not ColumnParallelLinear.forward
     if changed or type(model)._postprocess is not GPTModel._postprocess:
-        return f"which computes its logits by a {name} of its own, or changes them; takes ColumnParallelLinear alone"
+        raise UnsupportedHead(f"{name} in a {type(model).__name__}, with code of its own; takes those of Megatron-Core")
     if layer.bias is not None:
-        return "whose output_layer has a bias; takes one without"
+        raise UnsupportedHead(f"{name} with a bias; takes one without")
     own_weight = layer.weight is not None or not model.pre_process
     if layer._forward_hooks or (own_weight and layer._forward_pre_hooks):
-        return (
-            "whose output_layer has hooks, which would not run; takes one without, so "
-            "megatron.override_ddp_config.overlap_param_gather=false"
+        raise UnsupportedHead(
+            f"{name} with hooks, which would not run; takes one without, and overlap_param_gather=false in "
+            "megatron.override_ddp_config"
         )
-    return None
 
 
 REPLACED = (
