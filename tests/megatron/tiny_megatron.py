@@ -20,13 +20,12 @@ from torch import Tensor
 
 with warnings.catch_warnings():  # each import says that neither Apex nor Transformer Engine is installed
     warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -108,7 +107,9 @@ class Attention(torch.nn.Module):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         rows = zigzag(lengths, size)
         if self.context is not None:
-            key, value = (gather_from_sequence_parallel_region(x, group=self.context) for x in (key, value))
+            key, value = (
+                tensor_parallel.gather_from_sequence_parallel_region(x, group=self.context) for x in (key, value)
+            )
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         mine, all_rows = rows[rank], torch.cat(rows)
         # Rows of a sequence follow each other, so that the order of rows is that of its positions.

@@ -103,6 +103,11 @@ class LMHead:
         if self._kept is None:
             why = "this pipeline stage has no output layer" if self.layer is None else "the model was not called"
             raise RuntimeError(f"LMHead: got no hidden states, since {why}")
+        if self._tried is not None:
+            raise UnsupportedHead(
+                "LMHead: the output layer was called without the model's forward (by a schedule plan?), so that the "
+                "model's logits cannot be compared; takes a call of the model"
+            )
         (hidden, weight), self._kept = self._kept, None
         return shard_logprob_entropy(
             hidden, weight, labels, tp_group=self.layer.tp_group, sequence_parallel=self.layer.sequence_parallel,

@@ -93,6 +93,8 @@ def shard_logprob_entropy(
         )  # fmt: skip
     if picked is not None:
         everywhere = labels.new_zeros(labels.numel(), dtype=torch.float32)
+        if max_rows is not None and mask is not None:
+            everywhere.masked_fill_((mask != 0).sum() > max_rows, torch.nan)
         results = tuple(everywhere.index_copy(0, picked, result) for result in results)
     logprob, entropy = (result.view(labels.shape[::-1]).t() for result in results)
     return logprob, entropy
