@@ -15,6 +15,7 @@ from ranks import Ranks
 from tensordict import TensorDict
 from tiny_megatron import arrange, full_gradients, reference_of, tiny_model, unwrapped
 from torch import Tensor
+from verl.models.mcore import model_forward_fused
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
@@ -131,3 +132,96 @@ def compare(
         error = (gradient - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert error < 1e-4, (name, error)
     return rows
+
+
+def everything(ranks: Ranks, data: TensorDict) -> list[int]:
+    """A loss that is no policy's. Returns the rows that our head has computed."""
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    arrange(2)
+    model, rows = tiny_model(PADDED, seed=7), list[int]()
+    engine, expected = bare_engine(model), expected_of(reference_of(model), data, None)
+    with counted(rows):
+        found = engine.forward_backward_batch(data, weighed)["model_output"]
+    for name, values in expected.items():
+        padded = no_padding_2_padding(found[name], data).double()
+        torch.testing.assert_close(padded.where(values != 0, 0), values.detach(), rtol=0, atol=2e-5)
+    return rows
+
+
+def verls_own(ranks: Ranks, data: TensorDict) -> tuple[Tensor, dict[str, Any]]:
+    """Without our name, verl's function gets what verl gives it: here one that returns the labels."""
+    from d3s_kernels.integrations.verl import plugin
+
+    given: dict[str, Any] = {}
+
+    def theirs(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        given.update(hidden=list(args[0].shape), temperature=args[3], reduction=args[4], group=args[5].size())
+        return args[2].flatten().float(), args[2].flatten().float()
+
+    arrange(2)
+    plugin.uninstall()
+    with counted([]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_forward_fused, "linear_cross_entropy", theirs)
+        plugin.install()
+        engine = bare_engine(tiny_model(PADDED, sequence_parallel=True), "triton")
+        with torch.no_grad():
+            found = engine.forward_backward_batch(data, None, forward_only=True)["model_output"]
+        plugin.uninstall()
+    plugin.install()
+    return no_padding_2_padding(found["log_probs"], data), given
+
+
+def refused(what: Any, message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        what()
+
+
+def refusals(ranks: Ranks, data: TensorDict, distilled: TensorDict, noted: TensorDict) -> None:
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    arrange(2)
+    made = r"impl_backend: got 'd3s'\. "
+    model = tiny_model(PADDED)
+    handle = model.output_layer.register_forward_hook(lambda *_: None)
+    refused(lambda: bare_engine(model), f"{made}output_layer: got a ColumnParallelLinear with hooks")
+    handle.remove()
+    overlapping = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
+    refused(lambda: bare_engine(tiny_model(PADDED, ddp=overlapping)), "overlap_param_gather=false in")
+    model.output_layer.bias = torch.nn.Parameter(torch.zeros(PADDED // 2))
+    refused(lambda: bare_engine(model), f"{made}output_layer: got a ColumnParallelLinear with a bias; takes one w")
+    model.output_layer.bias = None
+    model.output_layer.adapter = torch.nn.Linear(2, 2)
+    refused(lambda: bare_engine(model), f"{made}LMHead: got an output layer ColumnParallelLinear whose adapter.weight")
+    del model.output_layer.adapter
+    model.output_layer.forward = lambda *args, **kwargs: None
+    refused(lambda: bare_engine(model), f"{made}output_layer: got a ColumnParallelLinear in a GPTModel, with code of")
+    del model.output_layer.forward
+    engine = bare_engine(model)
+    for option, value, message in (
+        ("use_remove_padding", False, "verl has turned its fused kernels off; with strategy=megatron takes"),
+        ("dynamic_context_parallel", True, r"megatron\.dynamic_context_parallel: got True; takes False with"),
+    ):
+        before = vars(engine.engine_config) | {"use_fused_kernels": True}
+        engine.engine_config = SimpleNamespace(**before | {option: value})
+        refused(engine._maybe_enable_fused_kernels, message)
+        engine.engine_config = SimpleNamespace(**before)
+
+    def run(engine: Any, data: TensorDict) -> None:
+        with counted([]), torch.no_grad():
+            engine.forward_backward_batch(data, None, forward_only=True)
+
+    refused(lambda: run(engine, distilled), "distillation_use_topk: got True; takes False with strategy=megatron")
+    own = bare_engine(model, "triton")
+    refused(lambda: run(own, noted), "d3s_sampling_mask: got a micro-batch with it; takes .*=d3s")
+    own = bare_engine(model, "triton", logits_dtype="auto")
+    refused(lambda: run(own, data), r"logits_dtype: got 'auto'; takes .*use_fused_kernels=true and .*=d3s beside it")
+    with pytest.MonkeyPatch.context() as patch:
+        ours = model_forward_fused.linear_cross_entropy
+        copied = lambda hidden, weight, labels, *more: ours(hidden, weight, labels.clone(), *more)  # noqa: E731
+        patch.setattr(model_forward_fused, "linear_cross_entropy", copied)
+        refused(lambda: run(engine, data), "labels: got shape .* in the model's head; takes the labels as verl packs")
+    with pytest.MonkeyPatch.context() as patch:
+        other = lambda config: lambda **inputs: {"log_probs": inputs["labels"]}  # noqa: E731
+        patch.setattr("verl.models.mcore.get_mcore_forward_fused_model_engine_fn", other)
+        refused(lambda: run(engine, data), "impl_backend: got 'd3s', but the model has not called this head")
