@@ -4,7 +4,7 @@ gets.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,111 +72,69 @@ def shard_logprob_entropy(
             rows; a weight of Megatron-FSDP.
     """
     ranks, rank = tp_group.size(), tp_group.rank()
-    parts = ranks if sequence_parallel else 1
-    rows = _Rows.of(hidden, labels, mask, temperature, sampling_mask, parts)
-    picked = rows.picked(parts, max_rows)
-    if picked is not None:
-        here = picked.view(parts, -1)[rank] - rank * hidden.shape[:2].numel()
-        hidden, rows = hidden.flatten(0, 1).index_select(0, here), rows.at(picked)
+    parts, shape = ranks if sequence_parallel else 1, labels.shape
+    if hidden.dim() != 3 or shape != (hidden.shape[1], parts * hidden.shape[0]):
+        raise ValueError(
+            f"labels: got shape {list(shape)} with hidden states of shape {list(hidden.shape)}; takes [b, s] with "
+            f"[s{' / ranks' if sequence_parallel else ''}, b, H]"
+        )
+    if mask is not None and mask.shape != shape:
+        raise ValueError(f"mask: got shape {list(mask.shape)}; takes that of labels, {list(shape)}")
+    if vocab_size is not None and not 1 <= vocab_size <= ranks * len(weight):
+        raise ValueError(f"vocab_size: got {vocab_size}; takes 1 to {ranks * len(weight)}, the rows of all weights")
+    mask = None if mask is None else mask != 0
+
+    # For each hidden state of each rank, its place in the flattened [b, s].
+    places = torch.arange(labels.numel(), device=hidden.device).view(shape).t().reshape(parts, -1)
+    hidden, is_whole = hidden.flatten(0, 1), True
     if parts > 1:
+        picked = None if mask is None else _picked(mask.flatten()[places], max_rows)
+        if picked is not None:
+            hidden, places, is_whole = hidden.index_select(0, picked[rank]), places.gather(1, picked), False
         hidden = gathered(hidden, tp_group)
-    options |= {"mask": rows.mask, "temperature": rows.temperature, "sampling_mask": rows.sampling_mask}
-    start, end = _ids(len(weight), vocab_size, rank, ranks)
-    weight, into = with_main_grad(weight)
-    options |= {"bias": _cut(bias, end), "weight_grad_into": _cut(into, end), "max_rows": max_rows}
+    place = places.flatten()
+    if isinstance(temperature, Tensor) and temperature.dim():
+        temperature = temperature.broadcast_to(shape).flatten()[place]
+    if sampling_mask is not None and not (is_whole and shape[0] == 1):
+        sampling_mask = sampling_mask.index_select(place)
+
+    size = vocab_size or ranks * len(weight)
+    end = min(max(size - rank * len(weight), 0), len(weight))  # the rows of the weight that are no padding
+    start, (weight, into) = rank * len(weight), with_main_grad(weight)
+    if end < len(weight):
+        weight, bias, into = weight[:end], None if bias is None else bias[:end], None if into is None else into[:end]
+    options |= {
+        "bias": bias, "mask": None if mask is None else mask.flatten()[place], "temperature": temperature,
+        "max_rows": max_rows, "sampling_mask": sampling_mask, "weight_grad_into": into,
+    }  # fmt: skip
+    targets = labels.flatten()[place]
     if ranks == 1:
-        results: tuple[Tensor, ...] = linear_logprob_entropy(hidden, _cut(weight, end), rows.labels, **options)
+        results = linear_logprob_entropy(hidden, weight, targets, **options)
     else:
         results = vocab_parallel_linear_logprob_entropy(
-            hidden, _cut(weight, end), rows.labels, start, tp_group, vocab_size=vocab_size or ranks * len(weight),
-            sum_hidden_grad=parts == 1, **options,
-        )  # fmt: skip
-    if picked is not None:
-        everywhere = labels.new_zeros(labels.numel(), dtype=torch.float32)
-        if max_rows is not None and mask is not None:
-            everywhere.masked_fill_((mask != 0).sum() > max_rows, torch.nan)
-        results = tuple(everywhere.index_copy(0, picked, result) for result in results)
-    logprob, entropy = (result.view(labels.shape[::-1]).t() for result in results)
+            hidden, weight, targets, start, tp_group, vocab_size=size, sum_hidden_grad=parts == 1, **options
+        )
+    everywhere = labels.new_zeros(labels.numel(), dtype=torch.float32)
+    if not (is_whole or max_rows is None or mask is None):
+        everywhere.masked_fill_(mask.sum() > max_rows, torch.nan)
+    logprob, entropy = (everywhere.index_copy(0, place, result).view(shape) for result in results)
     return logprob, entropy
 
 
-class _Rows(NamedTuple):
-    """What each row has, in Megatron's order ``[s, b]``, or for picked rows in one dimension."""
-
-    labels: Tensor
-    mask: Tensor | None
-    temperature: float | Tensor
-    sampling_mask: SamplingMask | None
-
-    @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        labels: Tensor,
-        mask: Tensor | None,
-        temperature: float | Tensor,
-        sampling_mask: SamplingMask | None,
-        parts: int,
-    ) -> _Rows:
-        shape = labels.shape
-        if hidden.dim() != 3 or shape != (hidden.shape[1], parts * hidden.shape[0]):
-            part = f", the positions of one of {parts} sequence-parallel ranks" if parts > 1 else ""
-            raise ValueError(
-                f"labels: got shape {list(shape)} with hidden states of shape {list(hidden.shape)}; takes [b, s] with "
-                f"hidden states of shape [s{' / ranks' if parts > 1 else ''}, b, H]{part}"
-            )
-        if mask is not None and mask.shape != shape:
-            raise ValueError(f"mask: got shape {list(mask.shape)}; takes that of labels, {list(shape)}")
-        if isinstance(temperature, Tensor) and temperature.dim():
-            temperature = temperature.broadcast_to(shape).t()
-        if sampling_mask is not None and shape[0] > 1:
-            order = torch.arange(labels.numel(), device=labels.device).view(shape).t().flatten()
-            sampling_mask = sampling_mask.index_select(order)
-        return cls(labels.t(), None if mask is None else mask.t() != 0, temperature, sampling_mask)
-
-    def picked(self, parts: int, max_rows: int | None) -> Tensor | None:
-        """Returns the rows to gather from the ranks, the same number from each, in rank order: all rows that count,
-        and others where a rank has fewer of them. Returns None if all rows are gathered.
-        """
-        if self.mask is None or parts == 1:
-            return None
-        counts = self.mask.flatten().view(parts, -1)
-        # One row more than the bound, so that the op sees that the bound is exceeded.
-        each = int(counts.sum(1).max()) if max_rows is None else max_rows + 1
-        size = counts.shape[1]
-        if each >= size:
-            return None
-        first = counts.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :each]
-        return (first + size * torch.arange(parts, device=first.device).unsqueeze(1)).flatten()
-
-    def at(self, picked: Tensor) -> _Rows:
-        assert self.mask is not None
-        temperature, sampling_mask = self.temperature, self.sampling_mask
-        if isinstance(temperature, Tensor) and temperature.dim():
-            temperature = temperature.flatten()[picked]
-        if sampling_mask is not None:
-            sampling_mask = sampling_mask.index_select(picked)
-        return _Rows(self.labels.flatten()[picked], self.mask.flatten()[picked], temperature, sampling_mask)
+def _picked(counts: Tensor, max_rows: int | None) -> Tensor | None:
+    """Returns which hidden states to gather, ``[ranks, n]``, from ``counts`` ``[ranks, positions]``: all that count,
+    and others where a rank has fewer of them. Returns None if all hidden states are gathered.
+    """
+    # One row more than the bound, so that the op sees that the bound is exceeded.
+    each = int(counts.sum(1).max()) if max_rows is None else max_rows + 1
+    if each >= counts.shape[1]:
+        return None
+    return counts.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :each]
 
 
 def gathered(hidden: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """Gathers the ranks' rows along the first dimension; the backward sums the ranks' gradients, and returns this
-    rank's rows.
-    """
+    """Gathers the ranks' rows. The backward sums the ranks' gradients, and returns this rank's rows."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    gathered: Tensor = gather_from_sequence_parallel_region(hidden, group=tp_group)
-    return gathered
-
-
-def _ids(rows: int, vocab_size: int | None, rank: int, ranks: int) -> tuple[int, int]:
-    """Returns the id of the first of a rank's ``rows``, and the number of its rows that are no padding."""
-    if vocab_size is None:
-        return rank * rows, rows
-    if not 1 <= vocab_size <= ranks * rows:
-        raise ValueError(f"vocab_size: got {vocab_size}; takes 1 to {ranks * rows}, the rows of all weights")
-    return rank * rows, min(max(vocab_size - rank * rows, 0), rows)
-
-
-def _cut(rows: Tensor | None, end: int) -> Any:
-    return rows if rows is None or end == len(rows) else rows[:end]
+    rows: Tensor = gather_from_sequence_parallel_region(hidden, group=tp_group)
+    return rows
