@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import Ranks
 from tensordict import TensorDict
-from tiny_megatron import arrange, full_gradients, reference_of, tiny_model, unwrapped
+from tiny_megatron import HIDDEN, arrange, full_gradients, reference_of, tiny_model, unwrapped
 from torch import Tensor
 from verl.models.mcore import model_forward_fused
 from verl.workers.engine.megatron import transformer_impl
@@ -135,7 +135,7 @@ def compare(
 
 
 def everything(ranks: Ranks, data: TensorDict) -> list[int]:
-    """A loss that is no policy's. Returns the rows that our head has computed."""
+    """A loss that is no policy's, and a pipeline stage without a head. Returns the rows that our head has computed."""
     import d3s_kernels.integrations.verl.plugin  # noqa: F401
 
     arrange(2)
@@ -146,6 +146,9 @@ def everything(ranks: Ranks, data: TensorDict) -> list[int]:
     for name, values in expected.items():
         padded = no_padding_2_padding(found[name], data).double()
         torch.testing.assert_close(padded.where(values != 0, 0), values.detach(), rtol=0, atol=2e-5)
+        first = tiny_model(PADDED, post_process=False)
+        hidden = bare_engine(first).forward_step(iter([data]), first, None, lambda *_, **__: None)[0]
+    assert hidden.shape[1:] == (1, HIDDEN)
     return rows
 
 

@@ -29,7 +29,7 @@ from verl.workers.engine.megatron.transformer_impl import (
 from ..._lm_head.own_logits import UnsupportedHead, text_of
 from ...support.sampling_mask import SamplingMask
 from .._head_options import LogitsDtype, dtype_of_logits
-from ..megatron.checks import require_known, require_version, with_output_layer
+from ..megatron.checks import require_known, require_shard, require_version, with_output_layer
 from ..megatron.shard import shard_logprob_entropy
 from .checks import head_options
 from .distillation import NAME as DISTILLATION
@@ -202,8 +202,9 @@ def _require_plain_layer(model: Any) -> None:
         raise UnsupportedHead(f"{name} in a {type(model).__name__}, with code of its own; takes those of Megatron-Core")
     if layer.bias is not None:
         raise UnsupportedHead(f"{name} with a bias; takes one without")
-    own_weight = layer.weight is not None or not model.pre_process
-    if layer._forward_hooks or (own_weight and layer._forward_pre_hooks):
+    tied = layer.weight is None
+    require_shard(layer, model.shared_embedding_or_output_weight() if tied else layer.weight, is_embedding=tied)
+    if layer._forward_hooks or (layer._forward_pre_hooks and not tied):  # the hooks of a tied embedding have run
         raise UnsupportedHead(
             f"{name} with hooks, which would not run; takes one without, and overlap_param_gather=false in "
             "megatron.override_ddp_config"
