@@ -54,6 +54,9 @@ CASES = {
     "tiles of rows too, added": Case(600, into=True),
     "tiles of rows too, trained, bfloat16": Case(300, torch.bfloat16),
     "slabs of tokens, trained, float16": Case(200, torch.float16),
+    # All ids are in one tile, whose product is as large as the weight's gradient.
+    "few rows, added": Case(100, into=True),
+    "few rows, added, bfloat16": Case(100, torch.bfloat16, into=True),
     "few kept tokens": Case(600, into=True, kept=10),
     "many kept tokens": Case(600, into=True, kept=1000),
     "few kept tokens, bfloat16": Case(2000, torch.bfloat16, into=True, kept=10),

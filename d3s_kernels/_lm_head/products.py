@@ -141,8 +141,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
                 total.copy_(left @ right)
             elif total.dtype == a.dtype and not _sums_apart(a):
                 total.addmm_(left, right)
-            else:
-                total.add_(left @ right)
+            else:  # on a CPU piece by piece: with few rows, the total is the whole weight's gradient
+                height = _rows_of_piece(right.shape[1]) if total.is_cpu else max(1, len(total))
+                for top in range(0, len(total), height):
+                    total[top : top + height].add_(left[top : top + height] @ right)
         return
     # On CPUs without fast half-precision products, the matrices are widened, one piece at a time.
     if total.dtype == torch.float32:  # a total of another dtype would be rounded after each step

@@ -67,7 +67,8 @@ def random_prefixes(
     Across ranks:
         process_group, placement: as in :func:`d3s_kernels.topk_mask`. If every rank's generator has the same state, the
             cuts are the same as if one process drew them for the sequences of all ranks, in rank order. If a sequence
-            lies on several ranks, all ranks use the random numbers of the first rank.
+            lies on several ranks, all ranks use the random numbers of the first rank, and its tokens must be in rank
+            order. So call this function before context parallelism gives each rank two pieces of a sequence.
 
     Returns:
         :class:`Prefixes`. Its ``count`` is over all ranks.

@@ -137,8 +137,11 @@ class LMHead:
         if self._tried is None:
             return
         (hidden, weight), self._tried = self._tried, None
-        error: str | None = f"LMHead: {type(model).__name__} returns a {type(logits).__name__}; takes a model of logits"
-        if isinstance(logits, Tensor):
+        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        error: str | None = (
+            f"LMHead: {type(model).__name__} returns {got}; takes logits of this rank's {len(weight)} ids"
+        )
+        if isinstance(logits, Tensor) and logits.shape[-1:] == weight.shape[:1]:
             if self.layer.sequence_parallel:
                 hidden = gathered(hidden, self.layer.tp_group)
             head = ModelHead(model, SimpleNamespace(weight=weight, bias=self.layer.bias), 1.0, self._softcap, False)
