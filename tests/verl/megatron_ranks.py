@@ -135,7 +135,7 @@ def compare(
 
 
 def everything(ranks: Ranks, data: TensorDict) -> list[int]:
-    """A loss that is no policy's, and a pipeline stage without a head. Returns the rows that our head has computed."""
+    """A loss that is no policy's. Returns the rows that our head has computed."""
     import d3s_kernels.integrations.verl.plugin  # noqa: F401
 
     arrange(2)
@@ -146,10 +146,32 @@ def everything(ranks: Ranks, data: TensorDict) -> list[int]:
     for name, values in expected.items():
         padded = no_padding_2_padding(found[name], data).double()
         torch.testing.assert_close(padded.where(values != 0, 0), values.detach(), rtol=0, atol=2e-5)
-        first = tiny_model(PADDED, post_process=False)
-        hidden = bare_engine(first).forward_step(iter([data]), first, None, lambda *_, **__: None)[0]
-    assert hidden.shape[1:] == (1, HIDDEN)
     return rows
+
+
+def stages(ranks: Ranks, data: TensorDict) -> None:
+    """A pipeline stage without a head gives hidden states, and one without an embedding gets such from the stage before
+    it.
+    """
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    arrange(2)
+
+    def step(model: Any) -> Any:
+        with counted([]), torch.no_grad():
+            return bare_engine(model).forward_step(iter([data]), model, None, lambda *_, **__: None)[0]
+
+    first, whole = tiny_model(PADDED, post_process=False), tiny_model(PADDED)
+    assert step(first).shape[1:] == (1, HIDDEN)
+    expected = step(whole)
+    packed = model_forward_fused.preprocess_thd_engine(data["input_ids"])[0]
+    embedded = whole.embedding(packed, None)
+    whole.pre_process = whole.decoder.pre_process = False
+    whole.set_input_tensor(embedded)
+    found = step(whole)
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(found[name].values(), expected[name].values())
+    assert expected["log_probs"].values().any()
 
 
 def verls_own(ranks: Ranks, data: TensorDict) -> tuple[Tensor, dict[str, Any]]:

@@ -17,7 +17,7 @@ pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-ver
 
 sys.path.append(str(Path(__file__).parents[1] / "megatron"))  # tiny_megatron
 
-from megatron_ranks import compare, everything, refusals, verls_own
+from megatron_ranks import compare, everything, refusals, stages, verls_own
 from ranks import world
 from tensordict import TensorDict
 from test_verl_sampling_masks import FIELD, RESPONSE, TEMPERATURE, make_batch, micro_batch_of
@@ -63,6 +63,10 @@ def test_a_loss_that_is_no_policys_computes_everything() -> None:
     tokens = len(data["input_ids"].values())
     for rows in world(2).run(everything, data.exclude("old_log_probs")):
         assert sum(rows) == tokens
+
+
+def test_stages_of_a_pipeline() -> None:
+    world(2).run(stages, an_update()[0])
 
 
 def test_without_our_name_verls_own_head_computes() -> None:
