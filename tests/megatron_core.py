@@ -24,42 +24,51 @@ def parallel_state(vocabulary: Any, rank: int, data: Any, context: int = 1, last
         get_context_parallel_world_size=lambda: context,
         get_tensor_model_parallel_group=lambda: vocabulary,
         get_tensor_model_parallel_rank=lambda: rank,
-        get_data_parallel_group=lambda: data,
+        get_data_parallel_group=lambda with_context_parallel=False: data,
         is_pipeline_last_stage=lambda: last_stage,
     )
 
 
 class Gather(torch.autograd.Function):
-    """``_GatherFromSequenceParallelRegion``: its backward sums the ranks' gradients, or takes this rank's part."""
+    """``_GatherFromSequenceParallelRegion``: its backward sums the ranks' gradients, and takes this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, is_partial: bool, group: Any) -> Tensor:
-        ctx.is_partial, ctx.group = is_partial, group
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.is_partial:
-            gradient = gradient.clone()
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
-def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None, output_split_sizes: Any = None,
-    use_global_buffer: bool = False,
-) -> Tensor:  # fmt: skip
-    """``tensor_parallel/mappings.py``; without a group, all ranks share a layer."""
-    return Gather.apply(input_, tensor_parallel_output_grad, group or dist.group.WORLD)
+def gather_from_sequence_parallel_region(input_: Tensor, group: Any) -> Tensor:
+    """``tensor_parallel/mappings.py``, with its defaults."""
+    return Gather.apply(input_, group)
 
 
-TENSOR_PARALLEL = {
-    "megatron.core.tensor_parallel": SimpleNamespace(
-        gather_from_sequence_parallel_region=gather_from_sequence_parallel_region
-    )
-}
+class Copy(torch.autograd.Function):
+    """``_CopyToModelParallelRegion``: its backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any) -> Tensor:
+    """``tensor_parallel/mappings.py``."""
+    return Copy.apply(input_, group)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ recipe inherits are stand-ins.
 from __future__ import annotations
 
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,9 @@ CONFIG = SimpleNamespace(use_importance_sampling_correction=False, force_on_poli
 
 
 class ClippedPGLossFn:
-    """Takes what ``loss_functions.py`` takes at 7ea279a, 2026-08-22. Its value has a gradient at every token."""
+    """Takes what ``loss_functions.py`` takes at 7ea279a, 2026-08-22. Its value has a gradient at every token of the
+    masks.
+    """
 
     def __init__(self, cfg: Any) -> None:
         self.metric_normalizations = {"loss": "tokens"}
@@ -33,7 +36,8 @@ class ClippedPGLossFn:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        loss = ((next_token_logprobs - data["prev_logprobs"][:, 1:]) ** 2).sum() / global_valid_toks
+        each = (next_token_logprobs - data["prev_logprobs"][:, 1:]) ** 2 * mask_of(data)
+        loss = each.sum() / global_valid_toks
         return loss, {"loss": loss.item()}
 
 
@@ -48,6 +52,7 @@ def policy(
         "dtensor_cfg": {"tensor_parallel_size": tensor_parallel, "context_parallel_size": context_parallel},
         "sequence_packing": {"enabled": packed},
         "generation": {"top_k": None, "top_p": 1.0, **generation},
+        "precision": "float32",
     }
 
 
@@ -57,6 +62,22 @@ LOSSES = {
     "nemo_rl.algorithms.loss.interfaces": SimpleNamespace(**INTERFACES),
 }
 recipe = load("d3s_nemo_rl", LOSSES)
+
+
+class MegatronPolicyWorkerImpl:
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        self.cfg = cfg
+
+
+WORKERS = "nemo_rl.models.policy.workers.megatron_policy_worker"
+head = load(
+    "d3s_nemo_rl_head",
+    {
+        "ray": SimpleNamespace(remote=lambda **options: lambda made: made),
+        "nemo_rl.models.policy.utils": SimpleNamespace(get_runtime_env_for_policy_worker=lambda name: {}),
+        WORKERS: SimpleNamespace(MegatronPolicyWorkerImpl=MegatronPolicyWorkerImpl),
+    },
+)
 
 
 def loss_of(policy: dict[str, Any], ratio: float = RATIO, **options: Any) -> Any:
@@ -182,13 +203,33 @@ def test_ranks_that_share_the_vocabulary_choose_as_one() -> None:
         ({"packed": True}, {"token_scope": "sequence", "off_policy_rule": "m2po"}, r"sequence_packing\.enabled: got T"),
         ({"fused": True, "megatron": True}, {}, "use_fused_linear_logprobs, fuse_loss: got True; takes false"),
         ({"top_k": 20}, {}, r"generation.top_k and top_p: got \(20, 1.0\); takes null and 1.0"),
-        ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1"),
-        ({"tensor_parallel": 2}, {"token_rule": "random"}, "token_rule: got 'random'; takes another with tensor"),
+        ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1 without Megatron"),
+        (
+            {"context_parallel": 2, "megatron": True},
+            {"token_rule": "random"},
+            "token_rule: got 'random'; takes another",
+        ),
+        ({"tensor_parallel": 2}, {"token_rule": "random"}, "token_rule: got 'random'; takes another with such par"),
     ],
 )
 def test_a_choice_of_tokens_is_refused(given: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loss_of(policy(**given), **options)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({}, "loss_fn: got 'ClippedPGLossFn'; takes a D3SLoss"),
+        ({"draft": {"enabled": True}}, r"draft\.enabled: got True; takes false: the draft model learns from logits"),
+        ({"quant_cfg": "fp8"}, "quant_cfg: got 'fp8'; takes null: it needs a worker of its own"),
+    ],
+)
+def test_an_update_without_logits_is_refused(cfg: dict[str, Any], message: str) -> None:
+    """tests/megatron has its update."""
+    loss_fn = loss_of(policy(megatron=True)) if cfg else ClippedPGLossFn(CONFIG)
+    with pytest.raises(ValueError, match=message):
+        head.D3SMegatronPolicyWorker(cfg).train(data={}, loss_fn=loss_fn, eval_mode=False)
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
@@ -233,6 +274,19 @@ def test_the_update_gets_the_kept_rollouts() -> None:
     data["advantages"] = torch.tensor([9.0, -1.0, 1.0, 2.0]).unsqueeze(1).expand(-1, LENGTH)
     data["sample_mask"][0] = 0
     assert recipe.keep_rollouts(data, 4, 1, rollouts_start=2, rollouts_end=2)["input_ids"].tolist() == [1, 3]
+
+
+def test_a_policy_with_the_head_has_its_workers() -> None:
+    """In the environment of NeMo-RL's own workers."""
+    environments = {f"{WORKERS}.MegatronPolicyWorker": "mcore"}
+    registry = SimpleNamespace(ACTOR_ENVIRONMENT_REGISTRY=environments)
+    with installed({"nemo_rl.distributed.ray_actor_environment_registry": registry}):
+        factory = recipe.with_head(recipe.policy_class(dict, 6))
+    (name,) = factory(config={"seed": 1}).keys() - {"config"}
+    path = factory(config={"seed": 1})[name]
+    assert (name, environments[path]) == ("worker_extension_cls_fqn", "mcore")
+    module, _, worker = path.rpartition(".")
+    assert getattr(sys.modules[module], worker) is head.D3SMegatronPolicyWorker
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_core import TENSOR_PARALLEL, installed
+from megatron_core import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from ranks import Ranks, world
 from torch import Tensor
 
@@ -226,26 +226,20 @@ def on_a_rank(ranks: Ranks) -> None:
     data = right_aligned()
     hidden = torch.randn(*data["sequences"].shape, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
-    found, _ = SKYRL["skyrl_fused_scores"](
-        hidden, weight[own], data["sequences"], data["loss_mask"], data["support"], TEMPERATURE, ranks.rank,
-        ranks.group, VOCABULARY,
-    )  # fmt: skip
+    arguments = data["sequences"], data["loss_mask"], data["support"], TEMPERATURE, ranks.rank, ranks.group, VOCABULARY
     expected, _ = expected_of_skyrl(hidden @ weight.T / TEMPERATURE, data)
-    close(found, expected)
-    mine, wanted = (torch.autograd.grad(x.sum(), (hidden, weight)) for x in (found, expected))
-    close(mine[0], wanted[0])
-    close(mine[1][own], wanted[1][own])
-
-    part = hidden.detach().transpose(0, 1).chunk(ranks.size)[ranks.rank].requires_grad_()  # [s / ranks, b, H]
-    with installed(TENSOR_PARALLEL):
-        gathered = SKYRL["skyrl_hidden"](part, SimpleNamespace(sequence_parallel=True))
-    close(gathered, hidden)
-    found, _ = SKYRL["skyrl_fused_scores"](
-        gathered, weight[own], data["sequences"], data["loss_mask"], data["support"], TEMPERATURE, ranks.rank,
-        ranks.group,
-    )  # fmt: skip
-    (of_part,) = torch.autograd.grad(found.sum(), part)
-    close(of_part, wanted[0].transpose(0, 1).chunk(ranks.size)[ranks.rank])
+    wanted = torch.autograd.grad(expected.sum(), (hidden, weight))
+    # As SkyRL hands the hidden states over, [B, S, H]: with sequence parallelism from [s / ranks, b, H], and without.
+    part = hidden.detach().transpose(0, 1).chunk(ranks.size)[ranks.rank].requires_grad_()
+    gathered = gather_from_sequence_parallel_region(part, group=ranks.group).transpose(0, 1).contiguous()
+    copied = copy_to_tensor_model_parallel_region(hidden, group=ranks.group)
+    own_part = wanted[0].transpose(0, 1).chunk(ranks.size)[ranks.rank]
+    for given, leaf, of_leaf in ((gathered, part, own_part), (copied, hidden, wanted[0])):
+        found, _ = SKYRL["skyrl_fused_scores"](given, weight[own], *arguments)
+        close(found, expected)
+        mine = torch.autograd.grad(found.sum(), (leaf, weight))
+        close(mine[0], of_leaf)
+        close(mine[1][own], wanted[1][own])
 
 
 def test_tensor_parallelism() -> None:

@@ -23,6 +23,7 @@ GROUPS, GROUP, RATIO = 4, 6, 0.25
 LOSSES = [f"miles.backends.training_utils.{name}.losses" for name in ("loss_hub", "loss.hub")]  # at 31f1ca9, and newer
 SLIME = recipe("d3s_slime", {})
 MILES = recipe("d3s_miles", {})  # beside the other
+HEAD = recipe("d3s_slime_head", {})  # tests/megatron has its update
 
 
 class Sample:
@@ -291,3 +292,38 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
 
 def test_several_ranks_choose_from_one_pool() -> None:
     world(2).run(tokens_rank, int(torch.randint(2**31, ())), D3S_KERNELS_CHECK="1")  # shards must not overlap
+
+
+# ---- the update without logits ---------------------------------------------------------------------------------------
+
+PATHS = {
+    "custom_loss_function_path": "d3s_slime_head.policy_loss", "rollout_top_p": 1.0,
+    "custom_megatron_before_log_prob_hook_path": "d3s_slime_head.remove",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"custom_loss_function_path": None},
+            r"custom_loss_function_path: got None; takes d3s_slime_head\.",
+        ),
+        (
+            {"custom_megatron_before_log_prob_hook_path": "my.hook"},
+            r"hook_path: got .my.hook.; takes d3s_slime_head\.",
+        ),
+        ({"loss_type": "policy_loss"}, "loss_type: got 'policy_loss'; takes 'custom_loss'"),
+        ({"advantage_estimator": "gspo"}, "advantage_estimator: got 'gspo'; takes one with a ratio for each token"),
+        ({"use_tis": True}, "use_tis: got True; takes no value, because d3s_slime_head.policy_loss does not know it"),
+        ({"recompute_loss_function": True}, "recompute_loss_function: got True; takes no value"),
+        ({"rollout_top_p": 0.9}, r"rollout_top_p: got 0\.9; takes 1\.0"),
+    ],
+)
+def test_an_update_without_logits_is_refused(options: dict[str, Any], message: str) -> None:
+    actor, critic = SimpleNamespace(role="actor"), SimpleNamespace(role="critic")
+    with pytest.raises(ValueError, match=message):
+        HEAD.install(arguments(**PATHS | options), 0, 0, [actor], None, None)
+    HEAD.install(arguments(**PATHS | options), 0, 0, [critic], None, None)  # its step is slime's own
+    with pytest.raises(ValueError, match=r"before_train_step_hook_path: got None; takes d3s_slime_head\.install"):
+        HEAD.policy_loss(arguments(), {}, torch.empty(1, 4, 0), Tensor.sum)

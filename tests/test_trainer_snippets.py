@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_core import TENSOR_PARALLEL, installed
 from ranks import Ranks, world
 from torch import Tensor
 
@@ -249,42 +248,3 @@ def test_open_instruct_tokens() -> None:
     logprob, entropy = torch.randn(packs, length - 1, requires_grad=True), torch.rand(packs, length - 1) + 0.1
     result = SNIPPETS["open_instruct_tokens"](logprob, entropy, data, 1)
     check_gradient(result, logprob, expected_tokens(entropy, advantages[1][:, 1:], masks[1][:, 1:]))
-
-
-# ---- Megatron --------------------------------------------------------------------------------------------------------
-
-
-def megatron_rank(ranks: Ranks) -> None:
-    """Two micro-batches with a tied weight under the hook of Megatron's DistributedDataParallel, the second with
-    sequence parallelism: the gradient of a rank's hidden states is that of one process, not the sum of equal ones."""
-    torch.manual_seed(5)
-    whole, labels = torch.randn(6 * ranks.size, 8), torch.randint(6 * ranks.size, (2, 4, 3))
-    own = slice(6 * ranks.rank, 6 * ranks.rank + 6)
-    weight, plain = whole[own].clone().requires_grad_(), whole.clone().requires_grad_()
-    weight.main_grad = torch.zeros_like(weight)
-
-    def hook(*_: object) -> None:
-        if weight.grad is not None:
-            weight.main_grad.add_(weight.grad)
-        weight.grad = None
-
-    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
-    accumulator.register_hook(hook)
-    for parallel, of_micro_batch in zip((False, True), labels, strict=True):
-        hidden = torch.randn(4, 3, 8, requires_grad=True)
-        parts = ranks.size if parallel else 1
-        part = hidden.detach().chunk(parts)[ranks.rank % parts].clone().requires_grad_()
-        with installed(TENSOR_PARALLEL):
-            logprob, entropy = SNIPPETS["megatron_scores"](
-                part, weight, of_micro_batch, ranks.rank, ranks.group, sequence_parallel=parallel, vocab_size=len(whole)
-            )
-        (logprob - entropy + weight.sum()).sum().backward()
-        assert weight.grad is None
-        logprob, entropy = reference.linear_logprob_entropy(hidden, plain, of_micro_batch)
-        (logprob - entropy + plain.sum()).sum().backward()
-        torch.testing.assert_close(part.grad, hidden.grad.chunk(parts)[ranks.rank % parts])
-    torch.testing.assert_close(weight.main_grad, plain.grad[own])
-
-
-def test_megatrons_gradients_are_added_once() -> None:
-    world(2).run(megatron_rank)

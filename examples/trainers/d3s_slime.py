@@ -13,7 +13,8 @@ the pass before the update, whose entropies are needed, unless the loss is a "cu
     --use-rollout-entropy --rollout-data-postprocess-path d3s_slime.choose_tokens
     --loss-type custom_loss --custom-loss-function-path slime.backends.megatron_utils.loss.policy_loss_function
 
-The signatures were read in slime at 624b824 and in miles at 31f1ca9, 2026-08-21.
+``d3s_slime_head.py`` has an update of slime without logits. The signatures were read in slime at 624b824 and in miles
+at 31f1ca9, 2026-08-21.
 """
 
 from importlib import import_module
@@ -26,6 +27,8 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 
+SLIME = "slime.backends.megatron_utils"
+BY_TOKEN = ("none", "token_mask", "token_truncate")  # rules that read only a token's own ratio
 NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")  # estimators whose rewards are normalised
 
 
@@ -90,24 +93,32 @@ def choose_tokens(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
     mpu = import_module("megatron.core.parallel_state")
     if not mpu.is_pipeline_last_stage():
         return  # the other stages have no loss
-    selection, group = selection_of_tokens(args, rollout_data, mpu), mpu.get_data_parallel_group()
+    selection = selection_of_tokens(args, rollout_data, mpu, parts=True)
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
     require(args.use_rollout_entropy, "use_rollout_entropy", False, "True")
     passed = "'custom_loss', so that slime has a pass before the update, which use_rollout_logprobs also leaves out"
     require("entropy" in rollout_data, "loss_type", args.loss_type, passed)
     entropy, done = torch.cat(rollout_data["entropy"]), d3s.progress_of(rollout_id, args.num_rollout)
-    rollout_data["advantages"], kept = chosen(selection, rollout_data, entropy, done, group)
-    numbers = torch.stack([kept.sum(), torch.cat(rollout_data["loss_masks"]).sum()])
+    data = {**rollout_data, "response_lengths": [len(values) for values in rollout_data["entropy"]]}
+    if mpu.get_context_parallel_world_size() > 1:  # then only the masks still have whole responses
+        part = import_module(f"{SLIME}.cp_utils").slice_log_prob_with_cp
+        each = zip(*(data[name] for name in ("loss_masks", "total_lengths")), strict=True)
+        data["loss_masks"] = [part(mask, total, len(mask)) for mask, total in each]
+    rollout_data["advantages"], kept = chosen(selection, data, entropy, done, group)
+    numbers = torch.stack([kept.sum(), torch.cat(data["loss_masks"]).sum()])
     dist.all_reduce(numbers, group=group)
     rollout_data["d3s/token_share"] = numbers[0] / numbers[1].clamp(min=1)
 
 
-def selection_of_tokens(args: Any, data: dict[str, Any], mpu: Any) -> d3s.Selection:
-    """As :func:`selection_of`. ValueError, too: an option or a layout with which tokens cannot be chosen."""
+def selection_of_tokens(args: Any, data: dict[str, Any], mpu: Any, parts: bool = False) -> d3s.Selection:
+    """As :func:`selection_of`. ValueError, too: an option or a layout with which tokens cannot be chosen. With
+    ``parts``, a rank may have only parts of responses, if each token is chosen without the others of its response."""
     selection = selection_of(args)
     given, context = selection.options, mpu.get_context_parallel_world_size()
     drawn, ranks = given.token_rule == "random" or selection.cuts, mpu.get_tensor_model_parallel_group().size()
     require(args.advantage_estimator != "gspo", "advantage_estimator", "gspo", "one with a ratio for each token")
-    require(context == 1, "context_parallel_size", context, "1, because a rank has parts of responses")
+    parts = parts and given.token_scope == "batch" and not selection.cuts and given.off_policy_rule in BY_TOKEN
+    require(context == 1 or parts, "context_parallel_size", context, "1, because a rank has parts of responses")
     require(ranks == 1 or not drawn, "d3s_token_rule", given.token_rule, "another with tensor parallelism")
     require(given.loss_denominator == "all", "d3s_loss_denominator", "kept", "'all', which the trainer divides by")
     rule, corrected = given.off_policy_rule, any(vars(args).get(name) for name in ("use_tis", "use_rollout_logprobs"))
