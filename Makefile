@@ -161,7 +161,12 @@ define ENVIRONMENT_OF
 	@mv $@.txt $@
 endef
 
-# verl has many dependencies; those that no test imports are not installed.
+# Megatron's layers run on a CPU over gloo. 0.15.3 is the oldest release that the integration takes.
+MEGATRON_RELEASE ?= 0.16.1
+MEGATRON := $(VENV)/megatron-$(MEGATRON_RELEASE)
+
+# verl has many dependencies; those that no test imports are not installed. verl imports megatron-core wherever it is
+# installed, which takes each process some seconds. So only the tests that need it find it.
 VERL_RELEASE ?= 0.9.1
 VERL := $(VENV)/verl-$(VERL_RELEASE)
 
@@ -173,8 +178,10 @@ $(VERL)/.packages:
 	$(call ENVIRONMENT_OF,verl,$(VERL),$(VERL_RELEASE))
 
 ifneq ($(HAS_VERL),)
-test-verl: setup $(VERL)/.set-up  ## the integration with verl
+test-verl: setup $(VERL)/.set-up $(MEGATRON)/.set-up  ## the integration with verl
 	$(VERL)/bin/python $(PYTEST) tests/verl
+	PYTHONPATH="$$($(MEGATRON)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')" \
+	  $(VERL)/bin/python -m pytest $(PYTEST_ARGS) tests/verl/test_verl_megatron.py
 else
 test-verl:
 	@echo 'Left out: verl, which needs a Python below 3.13; this is 3.$(MINOR).'
@@ -193,10 +200,6 @@ $(SWIFT)/.packages:
 
 test-swift: setup $(SWIFT)/.set-up  ## the integration with ms-swift
 	$(SWIFT)/bin/python -m pytest $(PYTEST_ARGS) tests/swift
-
-# Megatron's layers run on a CPU over gloo. 0.15.3 is the oldest release that the integration takes.
-MEGATRON_RELEASE ?= 0.16.1
-MEGATRON := $(VENV)/megatron-$(MEGATRON_RELEASE)
 
 $(MEGATRON)/.set-up: $(VENV)/.with-test
 	$(STAGE) 'packages of megatron-core $(MEGATRON_RELEASE)' $(MAKE) --no-print-directory $(MEGATRON)/.packages

@@ -1,8 +1,11 @@
-"""A queue for the tests of the trainer."""
+"""A queue for the tests of the trainer. The ranks of all tests here have imported verl before they are started."""
 
 from collections.abc import Iterator
 
 import pytest
+from ranks import PRELOADED
+
+PRELOADED += ["verl"]
 
 
 @pytest.fixture(scope="session")

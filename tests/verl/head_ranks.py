@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from ranks import Ranks
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils.fsdp_utils import apply_fsdp2
 from verl.utils.torch_functional import entropy_from_logits
@@ -22,15 +24,15 @@ from verl.workers.utils.padding import no_padding_2_padding
 VOCABULARY = 30
 
 
-def make_model(backend: str | None, **options: Any) -> Any:
+def make_model(backend: str | None, kind: Any = LlamaForCausalLM, **options: Any) -> Any:
     """A model of a class of its own: verl changes the class's forward."""
-    config = LlamaConfig(
+    config = kind.config_class(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64, **options,
     )  # fmt: skip
     config._attn_implementation = "eager"
     torch.manual_seed(5)
-    model = type("Model", (LlamaForCausalLM,), {})(config)
+    model = type("Model", (kind,), {})(config)
     model.lm_head.weight.data.mul_(20)  # else all entropies are nearly alike
     patch_forward_with_backends(model, use_fused_kernels=backend is not None, fused_kernels_backend=backend)
     return model
@@ -55,13 +57,13 @@ def outputs_of(backend: str, model: Any, data: TensorDict, padded: bool = True, 
 
 
 def sharded_step(
-    ranks: Ranks, batches: list[TensorDict], weights: list[Tensor], tied: bool
+    ranks: Ranks, batches: list[TensorDict], weights: list[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """With our head: log-probabilities of this rank's batch, and all gradients, in the modules that verl shards."""
     import d3s_kernels.integrations.verl.plugin  # noqa: F401
 
     mesh = init_device_mesh("cpu", (ranks.size,))
-    model = make_model("d3s", tie_word_embeddings=tied)
+    model = make_model("d3s", **options)
     apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
     found = outputs_of("d3s", model, batches[ranks.rank])["log_probs"]
     (found * weights[ranks.rank]).sum().backward()
@@ -89,24 +91,47 @@ def sharded_distillation(ranks: Ranks, batches: list[TensorDict], loss: Any) -> 
     return found.detach(), {name: value.grad.full_tensor() for name, value in model.named_parameters()}
 
 
-def divided_distillation(ranks: Ranks, data: TensorDict, table: Tensor, loss: Any) -> tuple[Tensor, Tensor]:
-    """The loss of a batch whose positions Ulysses divides among the ranks, and the gradient of a table that takes the
-    place of a model: the mean of the ranks' gradients, as FSDP has it.
-    """
+@contextmanager
+def divided_engine(ranks: Ranks) -> Iterator[Any]:
+    """An engine whose positions Ulysses divides among the ranks."""
     import d3s_kernels.integrations.verl.plugin  # noqa: F401
 
-    engine, table = bare_engine("d3s"), table.clone().requires_grad_()
+    engine = bare_engine("d3s")
     engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = True, ranks.size
     engine.module = SimpleNamespace(config=SimpleNamespace())
     set_ulysses_sequence_parallel_group(dist.group.WORLD)
     try:
-        found = distilled(TableModel(table), data, loss, engine)[0]
-        found.backward()
+        yield engine
     finally:
         set_ulysses_sequence_parallel_group(None)
+
+
+def divided_distillation(ranks: Ranks, data: TensorDict, table: Tensor, loss: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, and the gradient of a table that takes the place of a model: the mean of the ranks'
+    gradients, as FSDP has it.
+    """
+    table = table.clone().requires_grad_()
+    with divided_engine(ranks) as engine:
+        found = distilled(TableModel(table), data, loss, engine)[0]
+        found.backward()
     assert table.grad is not None
     dist.all_reduce(table.grad)
     return found.detach(), table.grad / ranks.size
+
+
+def divided_supports(
+    ranks: Ranks, data: TensorDict, table: Tensor, weights: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Log-probabilities and entropies of a batch with supports, and the gradient of the table."""
+    table = table.clone().requires_grad_()
+    with divided_engine(ranks) as engine:
+        inputs, arguments = engine.prepare_model_inputs(data)
+        outputs = engine.prepare_model_outputs(TableModel(table)(**inputs), arguments, data, None)
+        found = {name: no_padding_2_padding(values, data) for name, values in outputs.items()}
+        sum((values * weight).sum() for values, weight in zip(found.values(), weights, strict=True)).backward()
+    assert table.grad is not None
+    dist.all_reduce(table.grad)
+    return {name: values.detach() for name, values in found.items()}, table.grad / ranks.size
 
 
 class TableModel:

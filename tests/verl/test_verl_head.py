@@ -13,10 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 
-from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
+from head_ranks import bare_engine, make_model, outputs_of, sharded_step
 from ranks import world
 from tensordict import TensorDict
 from test_verl_sampling_masks import FUSED, Sets, make_batch, micro_batch_of
+from transformers import CohereForCausalLM, Gemma2ForCausalLM, GraniteForCausalLM, PhiForCausalLM
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -173,14 +174,14 @@ def test_sequence_parallel_ranks_have_parts_of_the_mask(ranks: int, monkeypatch:
     assert torch.cat(parts).tolist() == [*mask.tolist(), False, False, False]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_two_processes_that_share_the_weights(tied: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"kind": PhiForCausalLM}])
+def test_two_processes_that_share_the_weights(options: dict[str, Any]) -> None:
     """As verl shards the model with FSDP2. A gradient is the mean of those of the two batches."""
     made = [a_micro_batch(packed=True, update=update) for update in (True, False)]
     batches = [data for data, _, _ in made]
     weights = [torch.randn(8, 6) * batch.batch["response_mask"] for _, batch, _ in made]
-    ours = world(2).run(sharded_step, batches, weights, tied)
-    model = make_model("torch", tie_word_embeddings=tied)
+    ours = world(2).run(sharded_step, batches, weights, options)
+    model = make_model("d3s" if "kind" in options else "torch", **options)  # verl's has no bias
     for data, weight, (found, _) in zip(batches, weights, ours, strict=True):
         expected = outputs_of("torch", model, data)["log_probs"]
         (expected * weight).sum().backward()
@@ -190,16 +191,41 @@ def test_two_processes_that_share_the_weights(tied: bool) -> None:
             torch.testing.assert_close(gradients[name], value.grad / 2, rtol=1e-4, atol=1e-5)
 
 
+# A scale, a soft cap, both, and a bias. The weights are enlarged so that a cap changes logits.
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Granite": (GraniteForCausalLM, {"logits_scaling": 3.0}),
+    "Cohere": (CohereForCausalLM, {"logit_scale": 0.25}),
+    "Gemma 2": (Gemma2ForCausalLM, {"final_logit_softcapping": 2.0, "head_dim": 8}),
+    "Phi": (PhiForCausalLM, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_do_more_than_multiply(kind: str) -> None:
+    """As verl without fused kernels, whose logits are the model's own; verl's fused heads take no such model."""
+    data, batch, _ = a_micro_batch(packed=True)
+    mask, found = batch.batch["response_mask"].bool(), []
+    weights = torch.randn(2, *mask.shape) * mask
+    for backend in (None, "d3s"):
+        tu.assign_non_tensor(data, use_fused_kernels=backend is not None)
+        model = make_model(backend, KINDS[kind][0], **KINDS[kind][1])
+        if model.lm_head.bias is not None:
+            torch.manual_seed(6)
+            model.lm_head.bias.data.normal_()
+        results = outputs_of("d3s", model, data)
+        (weights[0] * results["log_probs"] + weights[1] * results["entropy"]).sum().backward()
+        found.append((results, {name: value.grad for name, value in model.named_parameters()}))
+    (theirs, of_theirs), (ours, of_ours) = found
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name] * mask, values * mask, rtol=0, atol=2e-5)
+    for name, gradient in of_theirs.items():
+        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-4)
+
+
 def test_models_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"got 'd3s' for Model, whose logits have the scale 0\.5 and the soft cap N"):
-        make_model("d3s", logit_scale=0.5)
-    for key in ("final_logit_softcapping", "logits_soft_cap", "lm_head_multiplier"):
-        with pytest.raises(ValueError, match=r"whose logits have the scale (30|1) and the soft cap (30|None)"):
-            make_model("d3s", **{key: 30})
+    with pytest.raises(ValueError, match=r"whose logits have the scale 1 and .* says 0\.5 and None; takes a model"):
+        make_model("d3s", logit_scale=0.5)  # Llama ignores it
     model = make_model(None)
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
-    with pytest.raises(ValueError, match="impl_backend: got 'd3s' for Model, whose lm_head has a bias; takes one"):
-        patched(model)
     del model.lm_head
     with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model.*get_output_embeddings\(\) is missing"):
         patched(model)

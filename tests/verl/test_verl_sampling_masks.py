@@ -17,8 +17,9 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
 import transfer_queue as tq
-from head_ranks import VOCABULARY, bare_engine
+from head_ranks import VOCABULARY, bare_engine, divided_supports
 from omegaconf import OmegaConf
+from ranks import world
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
@@ -143,6 +144,18 @@ def test_the_engine_computes_over_the_sets(field: str, use_remove_padding: bool)
     assert not results["log_probs"][-1].any(), "a row of padding"
 
 
+def test_ranks_of_ulysses_have_the_sets_of_their_positions() -> None:
+    batch, sets = make_batch()
+    data, mask = micro_batch_of(batch, **{NOTE: FIELD}), batch.batch["response_mask"].bool()
+    weights, table = torch.randn(2, *mask.shape) * mask, torch.randn(VOCABULARY, VOCABULARY, requires_grad=True)
+    expected = expected_of(batch, sets, table)
+    (weights[0] * expected["log_probs"] + weights[1] * expected["entropy"]).sum().backward()
+    for found, gradient in world(2).run(divided_supports, data, table.detach(), weights):
+        for name, value in expected.items():
+            torch.testing.assert_close((found[name] * mask).double(), value.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(gradient, table.grad, rtol=0, atol=1e-5)
+
+
 class WorkersWithAnEngine(Workers):
     """The stand-in for workers, with the values of verl's engine."""
 
@@ -242,9 +255,8 @@ def test_sets_that_do_not_fit() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    f"{ACTOR}.strategy": ("megatron", r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with .*backend=d3s"),
+    f"{ACTOR}.strategy": ("mindspeed", r"strategy: got 'mindspeed'; takes 'fsdp' or 'fsdp2' or 'megatron' with .*=d3s"),
     "actor_rollout_ref.ref.strategy": ("veomni", r"ref\.strategy: got 'veomni'; takes 'fsdp'"),
-    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (2, "ulysses_sequence_parallel_size: got 2; takes 1"),
     "actor_rollout_ref.model.use_fused_kernels": (False, "use_fused_kernels: got False; takes True with"),
     "actor_rollout_ref.model.mtp.enable": (True, r"mtp\.enable: got True; takes False with"),
     f"{ACTOR}.calculate_sum_pi_squared": (True, "calculate_sum_pi_squared: got True; takes False with"),
@@ -266,6 +278,16 @@ def test_configurations_that_are_refused() -> None:
         OmegaConf.update(config, key, before)
     with pytest.raises(ValueError, match="impl_backend: got 'torch'; takes 'd3s' with sampling masks"):
         make_trainer(CUT, OPTION, FUSED[0])  # the trainer mode looks at them
+
+
+def test_configurations_of_megatron_that_are_refused() -> None:
+    config = compose_config(CUT, *FUSED, file="ppo_megatron_trainer")
+    require_config(config)
+    for key, value in ("actor.megatron.use_remove_padding", False), ("ref.megatron.dynamic_context_parallel", True):
+        OmegaConf.update(config, f"actor_rollout_ref.{key}", value)
+        with pytest.raises(ValueError, match=rf"{key}: got {value}; takes {not value} with .*=d3s"):
+            require_config(config)
+        OmegaConf.update(config, f"actor_rollout_ref.{key}", not value)
 
 
 def test_micro_batches_that_are_refused() -> None:

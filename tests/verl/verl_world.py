@@ -37,9 +37,9 @@ BASE = (
 )
 
 
-def compose_config(*overrides: str) -> DictConfig:
+def compose_config(*overrides: str, **options: str) -> DictConfig:
     """The configuration that verl's main function receives."""
-    config = composed(*BASE, *overrides)
+    config = composed(*BASE, *overrides, **options)
     OmegaConf.resolve(config)
     return config
 

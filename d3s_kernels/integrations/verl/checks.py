@@ -14,6 +14,7 @@ from .._head_options import HeadOptions
 from .sampling_mask import wrong_number
 
 OPTION = "trainer.v1.d3s_sync.sampling_mask_field"
+_STRATEGIES = ("fsdp", "fsdp2", "megatron")
 FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
@@ -62,8 +63,6 @@ def require_config(config: Any) -> None:
     must also call this function.
     """
     takes: dict[str, Sequence[Any]] = {f"{FUSED}.impl_backend": ("d3s",)}
-    for section in ("actor", "actor.fsdp_config", "ref", "ref.fsdp_config"):
-        takes[f"actor_rollout_ref.{section}.ulysses_sequence_parallel_size"] = (None, 1)
     takes["actor_rollout_ref.rollout.multi_turn.enable"] = (None, False)
     _require_values(config, takes, "sampling masks")
     require_head(config)
@@ -84,12 +83,16 @@ def require_head(config: Any) -> None:
     actor, off = "actor_rollout_ref.actor", (None, False)
     takes: dict[str, Sequence[Any]] = {
         "actor_rollout_ref.model.use_fused_kernels": (True,),
-        f"{actor}.strategy": ("fsdp", "fsdp2"),
-        "actor_rollout_ref.ref.strategy": ("fsdp", "fsdp2"),
+        f"{actor}.strategy": _STRATEGIES,
+        "actor_rollout_ref.ref.strategy": _STRATEGIES,
         "actor_rollout_ref.model.mtp.enable": off,
         f"{actor}.calculate_sum_pi_squared": off,
         "distillation.enabled": off,
     }
+    for section in ("actor", "ref"):
+        if OmegaConf.select(config, f"actor_rollout_ref.{section}.strategy") == "megatron":
+            megatron = f"actor_rollout_ref.{section}.megatron"
+            takes |= {f"{megatron}.use_remove_padding": (None, True), f"{megatron}.dynamic_context_parallel": off}
     _require_values(config, takes, f"{FUSED}.impl_backend=d3s")
 
 

@@ -25,21 +25,25 @@ from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from ..._lm_head.from_model import read_head
-from ..._lm_head.own_logits import UnsupportedHead, UntriedHead, verified_head
+from ..._lm_head.from_model import arguments_of, read_head
+from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, verified_head
 from ...logprobs.logprob_entropy import linear_logprob_entropy
 from ...logprobs.token_logprobs import linear_token_logprobs
 from ...support.sampling_mask import SamplingMask
 from .._head_options import LogitsDtype, dtype_of_logits
 from .checks import head_options
-from .distillation import NAME as DISTILLATION
 from .distillation import Teacher, joined, teacher_of, with_losses
+from .positions import (
+    BACKEND,
+    OPTION,
+    asked_for,
+    fused_kernel_options,
+    positions_read,
+    require_no_supports,
+    with_empty_rows,
+    with_old,
+)
 from .replaced import Replaced
-from .sampling_mask import NOTE, flat_responses, places_of_responses, response_lengths, sampling_mask_of
-
-BACKEND = "d3s"
-OPTION = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
-_POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
 
 
 @dataclass
@@ -51,10 +55,7 @@ class Read:
     mask: Tensor | None = None  # bool: which rows of this process's hidden states are read; None: all rows
     at_most: int | None = None  # an upper bound on the number of rows that are read; None: no bound is known
     supports: SamplingMask | None = None
-    in_loss_and_old: tuple[Tensor, Tensor] | None = None
-    """Set only in a policy update. For each packed position: whether the position is in the loss, and its old
-    log-probability.
-    """
+    in_loss_and_old: tuple[Tensor, Tensor] | None = None  # as in Positions
     teacher: Teacher | None = None  # the ids of a top-k distillation loss, for the rows of the mask
     logits_dtype: LogitsDtype = "float32"  # the option
     used: bool = False  # whether our head has computed the micro-batch
@@ -63,73 +64,49 @@ class Read:
 _READ: ContextVar[Read | None] = ContextVar("what is read of this micro-batch", default=None)
 
 
-def _fused_kernel_options(engine: Any) -> Any:
-    return getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
-
-
-def _asked_for(engine: Any) -> bool:
-    """Returns whether the engine's configuration asks for our head."""
-    return bool(_fused_kernel_options(engine).get("impl_backend") == BACKEND)
-
-
 def _serves(engine: Any, data: Any) -> bool:
     """Returns whether our head computes the micro-batch."""
-    return _asked_for(engine) and bool(tu.get_non_tensor_data(data, "use_fused_kernels", False))
+    return asked_for(engine) and bool(tu.get_non_tensor_data(data, "use_fused_kernels", False))
 
 
 def _read_positions(engine: Any, data: Any, labels: Tensor) -> Read:
-    """Returns which positions of the model's next output will be read.
-
-    A policy update reads the tokens that ``response_mask`` marks. A pass without gradients reads all response tokens
-    except the tokens of padding rows. Any other loss may read all positions. A caller that asks for the model's output
-    may also read all positions. ``labels`` has the labels of this process, followed by padding.
+    """Returns which positions of the model's next output will be read. ``labels`` has the labels of this process,
+    followed by padding.
     """
-    field = tu.get_non_tensor_data(data, NOTE, None)
-    if field is not None and engine.use_ulysses_sp:
-        raise ValueError(f"ulysses_sequence_parallel_size: got more than 1 with {NOTE}; takes 1")
-    if field is not None and tu.get_non_tensor_data(data, DISTILLATION, False):
-        raise ValueError(f"{DISTILLATION}: got True with {NOTE}; takes False, since a teacher has no supports")
-    in_loss = torch.is_grad_enabled() and all(name in data for name in _POLICY_UPDATE)
-    everything = "responses" not in data or "response_mask" not in data or (torch.is_grad_enabled() and not in_loss)
-    if field is None and (everything or tu.get_non_tensor_data(data, "return_model_output", False)):
+    packed = tu.get_non_tensor_data(data, "use_remove_padding", True)
+    found = positions_read(data, None if packed else int(data["input_ids"].offsets().diff().max()))
+    if found is None:
         return Read()
-
-    read = flat_responses(data, data["response_mask"]).bool()  # one value for each token of all responses
-    if not in_loss:
-        lengths = response_lengths(data)
-        row = torch.arange(len(lengths), device=read.device).repeat_interleave(lengths, output_size=len(read))
-        # The response mask of verl's padding rows is all 0.
-        is_real = torch.zeros_like(lengths).index_add(0, row, read.to(lengths.dtype)) > 0
-        read = is_real[row]
-    packed, offsets = tu.get_non_tensor_data(data, "use_remove_padding", True), data["input_ids"].offsets()
-    width = None if packed else int(offsets.diff().max())
-    total, places = len(data["input_ids"].values()), places_of_responses(data)
-    in_loss_and_old = None
-    if in_loss:
-        old = flat_responses(data, data["old_log_probs"])
-        in_loss_and_old = _at(total, places, read), _at(total, places, old)
-    if width is None:
-        mask = _of_this_rank(_at(total, places, read), len(labels), engine)
-    else:
-        mask = _at(width * (len(offsets) - 1), places_of_responses(data, width), read)
-    supports = None
-    if field is not None:
-        supports = sampling_mask_of(data, field, width=width)[0]
-        padding = len(mask) + 1 - len(supports.offsets)  # the number of unread rows at the end, which get no support
-        offsets = torch.cat([supports.offsets, supports.offsets[-1:].expand(padding)])
-        supports = SamplingMask(supports.token_ids, offsets)
-    return Read(mask, None if in_loss else min(len(read), len(mask)), supports, in_loss_and_old)
+    mask, supports = found.mask, found.supports
+    if packed:
+        mask = _of_this_rank(mask, len(labels), engine)
+    if supports is not None:
+        supports = with_empty_rows(supports, _ranks(engine) * len(mask))
+        if engine.use_ulysses_sp:
+            first = get_ulysses_sequence_parallel_rank() * len(mask)
+            supports = supports.index_select(torch.arange(first, first + len(mask), device=mask.device))
+    at_most = None if found.at_most is None else min(found.at_most, len(mask))
+    return Read(mask, at_most, supports, found.in_loss_and_old)
 
 
-def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
-    return values.new_zeros(rows).index_copy(0, places, values)
+def _ranks(engine: Any) -> int:
+    """Returns the number of ranks among which verl divides the positions of a micro-batch."""
+    return engine.ulysses_sequence_parallel_size if engine.use_ulysses_sp else 1
 
 
 def _of_this_rank(values: Tensor, rows: int, engine: Any) -> Tensor:
     """Returns this rank's part of the values. verl pads the packed sequence, and splits it evenly over the ranks."""
-    ranks = engine.ulysses_sequence_parallel_size if engine.use_ulysses_sp else 1
+    ranks = _ranks(engine)
     whole = torch.cat([values, values.new_zeros(ranks * rows - len(values), *values.shape[1:])])
     return whole.view(ranks, rows, *values.shape[1:])[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
+
+
+class _Ours(str):
+    """The name of our back-end. A model passes it to its fused head, which finds in it what verl passes to no fused
+    head: the head's bias, and the scale and the soft cap of the logits.
+    """
+
+    head: ModelHead
 
 
 class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[misc]  # verl has no types
@@ -137,6 +114,7 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         self.ours = impl_backend == BACKEND
+        self.head: ModelHead | None = getattr(impl_backend, "head", None)
         super().__init__(chunk_size, "torch" if self.ours else impl_backend)
 
     def forward(
@@ -155,8 +133,9 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
         read = _READ.get() or Read()
         read.used = True
         hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
-        options: dict[str, Any] = {
-            "temperature": temperature, "mask": None if read.mask is None else read.mask.view(input_ids.shape),
+        model = {"temperature": temperature} if self.head is None else _beside_weight(self.head, temperature, dtype)
+        options: dict[str, Any] = model | {
+            "mask": None if read.mask is None else read.mask.view(input_ids.shape),
             "max_rows": read.at_most, "logits_dtype": dtype_of_logits(read.logits_dtype, dtype),
         }  # fmt: skip
         if read.teacher is not None:
@@ -165,12 +144,21 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
         return linear_logprob_entropy(hidden, weight, input_ids, sampling_mask=read.supports, **options)
 
 
-def _require_plain_head(model: Any) -> None:
-    """verl passes only hidden states and one weight to the head. Raises a ValueError if the model's logits depend on
-    more than these.
+def _beside_weight(head: ModelHead, temperature: float, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the arguments of our head that a model has besides its weight."""
+    arguments: dict[str, Any] = {**arguments_of(head, temperature)}
+    del arguments["weight"]
+    bias = arguments["bias"]
+    return arguments | {"bias": None if bias is None else bias.to(dtype)}
+
+
+def _require_head(model: Any) -> ModelHead:
+    """verl passes only hidden states and one weight to the head. Returns all that the model's logits depend on. Raises
+    a ValueError if they depend on more than a weight, a bias, a scale and a soft cap.
 
     If there are several ranks, verl has loaded the weights on only one rank. That rank runs the model, and compares the
-    model's logits with the logits that our head would have. The other ranks check only the model's configuration.
+    model's logits with the logits that our head would have. The other ranks check only the model's configuration. So a
+    model that does not follow its configuration is refused.
     """
     name = type(model).__name__
     refused = f"{OPTION}: got {BACKEND!r} for {name}"
@@ -178,19 +166,19 @@ def _require_plain_head(model: Any) -> None:
         head = read_head(model)
         if head.layer is not getattr(model, "lm_head", None):
             raise ValueError(f"{refused}, which has no lm_head.weight; takes a language model")
-        if getattr(head.layer, "bias", None) is not None:
-            raise ValueError(f"{refused}, whose lm_head has a bias; takes one without")
-        if head.scale != 1 or head.softcap is not None:
-            raise ValueError(
-                f"{refused}, whose logits have the scale {head.scale:.6g} and the soft cap {head.softcap}; takes a "
-                "model without"
-            )
         if not any(parameter.is_meta for parameter in model.parameters()):
-            verified_head(head)
+            found = verified_head(head)
+            if found != head:
+                raise ValueError(
+                    f"{refused}, whose logits have the scale {found.scale:.6g} and the soft cap {found.softcap}, while "
+                    f"its configuration says {head.scale:.6g} and {head.softcap}; takes a model that follows its "
+                    "configuration"
+                )
     except UntriedHead as error:
         warnings.warn(f"{OPTION}: {BACKEND!r} goes by the configuration of {name} alone. {error}", stacklevel=2)
     except UnsupportedHead as error:
         raise ValueError(f"{refused}. {error}") from error
+    return head
 
 
 def _patch_forward_with_backends(
@@ -200,9 +188,10 @@ def _patch_forward_with_backends(
     if not use_fused_kernels or fused_kernels_backend != BACKEND:
         original(model, use_fused_kernels, fused_kernels_backend)
         return
-    _require_plain_head(model)
+    ours = _Ours(BACKEND)
+    ours.head = _require_head(model)
     original(model, use_fused_kernels, "torch")  # the next line sets the back-end that the forward uses
-    model._verl_fused_kernels_backend = BACKEND
+    model._verl_fused_kernels_backend = ours
     print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
 
@@ -220,7 +209,7 @@ def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
     """Prepares the inputs as verl does, and stores which positions of the model's output will be read."""
     _READ.set(None)
     ours = _serves(engine, micro_batch)
-    options = head_options(_fused_kernel_options(engine), ours)
+    options = head_options(fused_kernel_options(engine), ours)
     inputs, output_args = original(engine, micro_batch)
     if ours:
         labels = output_args["input_ids_rmpad_rolled"]
@@ -242,12 +231,8 @@ def _prepare_model_outputs(
     read = _READ.get()
     _READ.set(None)
     ours = _serves(engine, micro_batch)
-    if not ours and tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
-        raise ValueError(
-            f"{NOTE}: got a micro-batch with it; takes actor_rollout_ref.model.use_fused_kernels=true and "
-            f"{OPTION}={BACKEND}, since only our LM head takes supports"
-        )
     if not ours:
+        require_no_supports(micro_batch)
         return original(engine, output, output_args, micro_batch, logits_processor_func)
     if read is None or not read.used:
         raise RuntimeError(
@@ -257,22 +242,20 @@ def _prepare_model_outputs(
     if read.teacher is not None:
         output = with_losses(output, read.teacher, read.mask, logits_processor_func)
     outputs = original(engine, output, output_args, micro_batch, logits_processor_func)
-    if read.in_loss_and_old is None or "log_probs" not in outputs:
-        return outputs
-    in_loss, old = read.in_loss_and_old
-    values = outputs["log_probs"].values()
-    values = torch.where(in_loss, values, old.to(values.dtype))
-    return outputs | {"log_probs": torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())}
+    return with_old(outputs, micro_batch["input_ids"].offsets(), read.in_loss_and_old)
 
 
 def _build_lora_module(original: Any, engine: Any, module: Any) -> Any:
     """Adds adapters as verl does, but refuses an adapter on the head."""
     adapted = original(engine, module)
-    if _asked_for(engine):
+    if asked_for(engine):
         try:
-            read_head(adapted)
+            head = read_head(adapted)
         except UnsupportedHead as error:
             raise ValueError(f"{OPTION}: got {BACKEND!r}. {error}") from error
+        ours = getattr(head.model, "_verl_fused_kernels_backend", None)
+        if isinstance(ours, _Ours):
+            ours.head = head  # PEFT may have put another layer in the head's place
     return adapted
 
 

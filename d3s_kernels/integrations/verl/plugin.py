@@ -22,9 +22,12 @@ _SETTINGS = {
     "loss": "actor.policy_loss.loss_mode=d3s or espo",
     "entropy": "actor.policy_loss.entropy_source",
     "head": "model.fused_kernel_options.impl_backend=d3s",
+    "megatron": "model.fused_kernel_options.impl_backend=d3s with strategy=megatron",
     "trainer": "trainer.v1.trainer_mode=d3s_sync",
     "modes": "the refusal of trainer.v1.d3s_sync where verl ignores it",
 }
+# The packages without which verl cannot import what a module of ours adds to.
+_NEEDS = {"trainer": "transfer_queue", "megatron": "megatron.core"}
 _replaced: list[tuple[Replaced, Any, Any]] = []  # the replacements that were made, each with the original and ours
 _installed: set[str] = set()
 
@@ -35,12 +38,12 @@ def install() -> None:
         warnings.warn(f"{wrong}. Nothing was registered", RuntimeWarning, stacklevel=2)
         return
     for module, setting in _SETTINGS.items():
-        if module in _installed or (module == "trainer" and not importlib.util.find_spec("transfer_queue")):
-            continue  # verl's V1 trainers cannot be imported without transfer_queue
+        if module in _installed or not _is_there(_NEEDS.get(module)):
+            continue
         before = len(_replaced)
         try:
             loaded = importlib.import_module(f"{__package__}.{module}")
-            if getattr(loaded.__spec__, "_initializing", False) and module in ("entropy", "head", "modes"):
+            if getattr(loaded.__spec__, "_initializing", False) and module in ("entropy", "head", "megatron", "modes"):
                 raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
             for replaced in getattr(loaded, "REPLACED", ()):
                 _replace(replaced)
@@ -53,6 +56,13 @@ def install() -> None:
             )
         else:
             _installed.add(module)
+
+
+def _is_there(package: str | None) -> bool:
+    try:
+        return package is None or importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that contains it is missing
+        return False
 
 
 def uninstall() -> None:
