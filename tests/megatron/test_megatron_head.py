@@ -5,7 +5,9 @@ log-probabilities, entropies, and the gradients of all parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +34,20 @@ from tiny_megatron import (
 from torch import Tensor
 
 from d3s_kernels import SamplingMask, UnsupportedHead
-from d3s_kernels.integrations.megatron import LMHead, logprob_entropy, shard
+from d3s_kernels.integrations.megatron import LMHead, shard
 from d3s_kernels.reference import logprob_entropy as exact_logprob_entropy
 
 VOCABULARY, TRUE = 96, 90  # with padding, and without
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 2_000}
+
+
+def logprob_entropy(
+    model: Any, ids: Tensor, labels: Tensor, *, vocab_size: int | None = None, logit_softcap: float | None = None,
+    call: dict[str, Any] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    with LMHead(model, vocab_size=vocab_size, logit_softcap=logit_softcap) as head:
+        output = model(ids, None, None, **(call or {}))
+    return output if head.layer is None else head.logprob_entropy(labels, **options)
 
 
 # ---- any rows, masks and options -------------------------------------------------------------------------------------
@@ -82,7 +93,7 @@ def compare(ranks: Ranks, seed: int, tensor: int, context: int, model_options: d
         given["sampling_mask"] = SamplingMask.from_lists(spans).index_select(place)
     model = tiny_model(VOCABULARY, seed=seed, **model_options)
     packing = {"packed_seq_params": packed(lengths)} if thd else {}
-    results = logprob_entropy(model, mine(ids), labels=mine(labels), **packing, **given)
+    results = logprob_entropy(model, mine(ids), mine(labels), call=packing, **given)
     loss = sum((factor * result * mine(weights)).sum() for factor, result in zip((1, -0.3), results, strict=True))
     loss.backward()
 
@@ -139,10 +150,10 @@ def only_rows_that_count_are_gathered(ranks: Ranks) -> None:
             (20, {}), (3, {"mask": mask}), (5, {"mask": mask, "max_rows": 4}), (20, {"mask": mask, "max_rows": 19}),
             (0, {"mask": mask & False}), (20, {"mask": mask | True}),
         ):  # fmt: skip
-            logprob_entropy(model, ids, labels=ids, **options)
+            logprob_entropy(model, ids, ids, **options)
             assert sent == [wanted]
             del sent[:]
-    exceeded = logprob_entropy(model, ids, labels=ids, mask=mask.logical_xor(torch.arange(40) < 4), max_rows=4)
+    exceeded = logprob_entropy(model, ids, ids, mask=mask.logical_xor(torch.arange(40) < 4), max_rows=4)
     assert all(result.isnan().all() for result in exceeded)
 
 
@@ -187,7 +198,7 @@ def a_frozen_head_makes_no_product(ranks: Ranks) -> None:
         model = tiny_model().requires_grad_(False)
         weight, norm = model.output_layer.weight.requires_grad_(not frozen), model.decoder.final_layernorm.weight
         norm.requires_grad_()
-        logprob, _ = logprob_entropy(model, IDS, labels=IDS)
+        logprob, _ = logprob_entropy(model, IDS, IDS)
         with torch.profiler.profile() as profile:
             logprob.sum().backward()
         assert (weight.grad is None) == frozen
@@ -198,13 +209,50 @@ def a_frozen_head_makes_no_product(ranks: Ranks) -> None:
 
 
 @on_ranks(2)
+def other_uses_of_the_weight_in_the_same_step(ranks: Ranks) -> None:
+    """Its gradient is complete, with layers of Megatron that add to main_grad themselves, and without."""
+    arrange(2)
+
+    def add(rows: Tensor, gradient: Tensor, into: Tensor) -> None:
+        into.addmm_(gradient.t(), rows)
+
+    for tied, is_fused, at_once in product((False, True), repeat=3):
+        model = tiny_model(tied=tied, ddp={"overlap_grad_reduce": False})
+        for module in model.modules():
+            if hasattr(module, "gradient_accumulation_fusion"):
+                module.gradient_accumulation_fusion = is_fused
+        inner, found = unwrapped(model), []
+        weight = inner.embedding.word_embeddings.weight if tied else inner.output_layer.weight
+
+        def ours(model: Any) -> Tensor:
+            return logprob_entropy(model, IDS, IDS)[0].sum()
+
+        def theirs(model: Any) -> Tensor:
+            logits = tensor_parallel.gather_from_tensor_model_parallel_region(model(IDS, None, None))
+            return logprobs_of(logits, IDS)[0].sum()
+
+        with pytest.MonkeyPatch.context() as patch:
+            kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+            patch.setattr(tensor_parallel.layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+            for losses in ((theirs, theirs), (ours, ours), (ours, theirs), (theirs, ours)):
+                model.zero_grad_buffer()
+                for loss in [sum(loss(model) for loss in losses)] if at_once else (loss(model) for loss in losses):
+                    loss.backward()
+                found.append(weight.main_grad.clone())
+        for gradient in found[1:]:
+            torch.testing.assert_close(gradient, found[0], rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
 def stages_of_a_pipeline(ranks: Ranks) -> None:
     """The stage without an output layer returns its hidden states; the other one gets them."""
     arrange(1, pipeline=2)
-    first = parallel_state.is_pipeline_first_stage()
-    model, ids = tiny_model(pre_process=first, post_process=not first), torch.arange(12).view(1, 12)
+    first, ids = parallel_state.is_pipeline_first_stage(), torch.arange(12).view(1, 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "cuda", lambda self: self)  # Megatron copies tied weights to the other stage
+        model = tiny_model(pre_process=first, post_process=not first, tied=True, ddp={})
     if first:
-        hidden = logprob_entropy(model, ids, labels=ids)
+        hidden = logprob_entropy(model, ids, ids)
         assert hidden.shape == (12, 1, 32)
         torch.distributed.send(hidden.detach(), 1)
         with pytest.raises(RuntimeError, match="this pipeline stage has no output layer"):
@@ -212,8 +260,8 @@ def stages_of_a_pipeline(ranks: Ranks) -> None:
     else:
         received = torch.empty(12, 1, 32)
         torch.distributed.recv(received, 0)
-        model.set_input_tensor(received)
-        logprob, entropy = logprob_entropy(model, ids, labels=ids)
+        unwrapped(model).set_input_tensor(received)
+        logprob, entropy = logprob_entropy(model, ids, ids)
         wanted = logprobs_of(model(ids, None, None), ids)
         torch.testing.assert_close((logprob, entropy), wanted, rtol=1e-5, atol=1e-5)
 
@@ -235,6 +283,10 @@ class SoftCapped(tensor_parallel.ColumnParallelLinear):
 def a_model_that_changes_its_logits_is_refused(ranks: Ranks) -> None:
     """On all ranks, also if one of them alone differs; and a cap that is named is served."""
     arrange(2)
+    half = unwrapped(tiny_model(sequence_parallel=True, dtype=torch.bfloat16))
+    half.output_layer.__class__ = SoftCapped
+    with pytest.raises(UnsupportedHead, match="own logits differ"):
+        logprob_entropy(half, IDS[:, :2], IDS[:, :2])  # a cap shows although each rank has one position
     for change in ("scaled", "one rank", "bias", "capped"):
         model = tiny_model(sequence_parallel=True)
         layer = model.output_layer
@@ -247,11 +299,11 @@ def a_model_that_changes_its_logits_is_refused(ranks: Ranks) -> None:
         logits = gathered(model(IDS, None, None), -1)
         if change != "bias":
             with pytest.raises(UnsupportedHead, match=r"own logits differ|another tensor-parallel rank"):
-                logprob_entropy(model, IDS, labels=IDS)
+                logprob_entropy(model, IDS, IDS)
             assert "forward" not in vars(layer)
         if change in ("bias", "capped"):
             cap = 20.0 if change == "capped" else None
-            results = logprob_entropy(model, IDS, labels=IDS, logit_softcap=cap)
+            results = logprob_entropy(model, IDS, IDS, logit_softcap=cap)
             torch.testing.assert_close(results, logprobs_of(logits, IDS), rtol=1e-5, atol=1e-5)
 
 
@@ -286,8 +338,8 @@ REFUSED: dict[str, tuple[Callable[[Any], None] | dict[str, Any], str]] = {
     "quantised": (_quantised, "maybe quantised"),
     "replaced": (_replaced, "an output layer with another forward"),
     "fsdp": (_fsdp, "weight: got a parameter of Megatron-FSDP"),
-    "mtp": ({"mtp_num_layers": 1}, "mtp_num_layers=1, which needs logits"),
-    "deferred": ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute=True, which needs logits"),
+    "mtp": ({"mtp_num_layers": 1}, "mtp_num_layers=1; takes one without"),
+    "deferred": ({"defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute=True; takes"),
 }
 
 
@@ -301,23 +353,36 @@ def what_is_refused(ranks: Ranks) -> None:
         else:
             vars(model.config).update(change)
         with pytest.raises((ValueError, RuntimeError), match=said):
-            logprob_entropy(model, IDS, labels=IDS)
-    model = tiny_model(tied=True, ddp={})
+            logprob_entropy(model, IDS, IDS)
+    model = tiny_model()
+    if ranks.rank == 1:  # alone: rank 0 does not wait for it
+        _quantised(model)
+    with pytest.raises(UnsupportedHead, match="maybe quantised" if ranks.rank else "another tensor-parallel rank"):
+        logprob_entropy(model, IDS, IDS)
+
+    model, spans = tiny_model(), SamplingMask.from_lists([[1]] * 9)
     for call, said in (
         (lambda: LMHead(torch.nn.Linear(2, 2)), "got a Linear; takes a GPTModel"),
-        (lambda: logprob_entropy(model, IDS, labels=IDS[0]), r"labels: got shape \[8\] with hidden states of"),
-        (lambda: logprob_entropy(model, IDS, labels=IDS, mask=IDS[:, :3]), r"mask: got shape \[1, 3\]; takes"),
-        (lambda: logprob_entropy(model, IDS, labels=IDS, vocab_size=97), "vocab_size: got 97; takes 1 to 96"),
+        (lambda: logprob_entropy(model, IDS, IDS[0]), r"labels: got shape \[8\] with hidden states of"),
+        (lambda: logprob_entropy(model, IDS, IDS, mask=IDS[:, :3]), r"mask: got shape \[1, 3\]; takes"),
+        (lambda: logprob_entropy(model, IDS, IDS, vocab_size=97), "vocab_size: got 97; takes 1 to 96"),
+        (lambda: logprob_entropy(model, IDS, IDS, vocab_size=90.0), "vocab_size: got 90.0"),
+        (lambda: logprob_entropy(model, IDS, IDS, temperature=torch.ones(3)), r"temperature: got shape \[3\]"),
+        (lambda: logprob_entropy(model, IDS, IDS, sampling_mask=spans), "sampling_mask: got 9 rows; takes .* 8"),
+        (lambda: logprob_entropy(model, IDS, IDS, weight_grad_into=spans), "multiple values .* 'weight_grad_into'"),
         (
-            lambda: logprob_entropy(model, IDS, labels=IDS, model_arguments={"labels": IDS}),
+            lambda: logprob_entropy(model, IDS, IDS, call={"labels": IDS}),
             "labels: got a tensor in a call of the model",
         ),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((ValueError, TypeError), match=said):
             call()
-    del unwrapped(model).embedding.word_embeddings.weight.zero_out_wgrad
-    with pytest.raises(UnsupportedHead, match="an embedding's weight without zero_out_wgrad"):
-        logprob_entropy(model, IDS, labels=IDS)
+    with LMHead(model) as head:
+        model(IDS, None, None)
+        with pytest.raises(ValueError, match="labels"):
+            model(IDS, None, None, labels=IDS)
+        with pytest.raises(RuntimeError, match="got no hidden states"):  # none of the call before
+            head.logprob_entropy(IDS)
 
 
 def test_versions_that_were_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

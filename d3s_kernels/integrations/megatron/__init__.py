@@ -4,7 +4,7 @@ vocabulary over tensor-parallel ranks, with and without sequence parallelism.
 This package can be imported without Megatron-Core. ``docs/megatron.md`` is its page.
 """
 
-from .lm_head import LMHead, logprob_entropy
+from .lm_head import LMHead
 from .shard import shard_logprob_entropy
 
-__all__ = ["LMHead", "logprob_entropy", "shard_logprob_entropy"]
+__all__ = ["LMHead", "shard_logprob_entropy"]

@@ -12,7 +12,10 @@ from ..._lm_head.from_model import why_not_here
 from ..._lm_head.own_logits import UnsupportedHead
 from .._versions import untested
 
-_OF_LAYER = ("weight", "bias", "skip_bias_add", "output_size", "sequence_parallel", "tp_group")
+_OF_LAYER = (
+    "weight", "bias", "skip_bias_add", "output_size", "sequence_parallel", "tp_group", "gradient_accumulation_fusion",
+)  # fmt: skip
+_NOT_SERVED = ("mtp_num_layers", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
 
 
 def require_version() -> None:
@@ -48,31 +51,20 @@ def require_known(model: Any, layer: Any) -> None:
         raise UnsupportedHead(f"LMHead: got an output layer {name} whose {', '.join(more)} would never be trained")
     if layer.bias is not None and layer.skip_bias_add:
         raise UnsupportedHead(f"LMHead: got a {name} with skip_bias_add, so that the model's logits leave out its bias")
-    for option in ("mtp_num_layers", "defer_embedding_wgrad_compute"):
+    for option in _NOT_SERVED:
         if value := getattr(model.config, option, None):
-            raise UnsupportedHead(f"LMHead: got a model with {option}={value}, which needs logits; takes one without")
+            raise UnsupportedHead(f"LMHead: got a model with {option}={value}; takes one without")
 
 
-def require_shard(layer: Any, weight: Tensor, is_embedding: bool) -> None:
+def require_shard(layer: Any, weight: Tensor) -> None:
     """Refuses a weight that is not this rank's rows, or that cannot be read."""
-    name, ranks = type(layer).__name__, layer.tp_group.size()
-    if (reason := why_not_here(SimpleNamespace(weight=weight))) is not None:
-        raise UnsupportedHead(f"LMHead: got a {name} with {reason}")
-    if type(weight) not in (Tensor, Parameter):
-        raise UnsupportedHead(f"LMHead: got a {type(weight).__name__} as weight, maybe quantised; takes a Parameter")
-    if len(weight) * ranks != layer.output_size:
-        raise UnsupportedHead(
-            f"LMHead: got a weight of {len(weight)} rows on each of {ranks} tensor-parallel ranks; takes this rank's "
-            f"rows of the {layer.output_size} ids"
+    ranks, reason = layer.tp_group.size(), why_not_here(SimpleNamespace(weight=weight))
+    if reason is None and type(weight) not in (Tensor, Parameter):
+        reason = f"a {type(weight).__name__} as weight, maybe quantised; takes a Parameter"
+    if reason is None and len(weight) * ranks != layer.output_size:
+        reason = (
+            f"a weight of {len(weight)} rows on each of {ranks} tensor-parallel ranks; takes this rank's rows of the "
+            f"{layer.output_size} ids"
         )
-    if is_embedding and hasattr(weight, "main_grad") and not getattr(weight, "zero_out_wgrad", False):
-        raise UnsupportedHead(
-            "LMHead: got an embedding's weight without zero_out_wgrad, so that the embedding's own gradient would be "
-            "lost; takes a model that sets it, as GPTModel does"
-        )
-
-
-def require_no_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook: the model would compare labels with the logits that it does not make."""
-    if kwargs.get("labels") is not None or (len(args) > 4 and args[4] is not None):
-        raise ValueError("labels: got a tensor in a call of the model; takes None there, and labels in logprob_entropy")
+    if reason is not None:
+        raise UnsupportedHead(f"LMHead: got a {type(layer).__name__} with {reason}")

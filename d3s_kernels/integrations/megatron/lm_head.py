@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._lm_head.own_logits import ModelHead, Seen, UnsupportedHead, difference
-from .checks import require_known, require_no_labels, require_shard, require_version, with_output_layer
+from .checks import require_known, require_shard, require_version, with_output_layer
 from .shard import gathered, shard_logprob_entropy
 
 _FEW = 4  # the number of positions of a trial
@@ -31,8 +30,8 @@ class LMHead:
     nothing is replaced, and the model returns its hidden states for the next stage.
 
     In the first call in each mode (training or not), the layer computes the logits of four positions, which pass
-    through the rest of the model's forward. They are compared with this head's formula. If they differ on one
-    tensor-parallel rank, all of these ranks raise an error. ``docs/megatron.md`` has examples.
+    through the rest of the model's forward, and are compared with this head's formula. If one tensor-parallel rank
+    finds a difference, or cannot read its weight, all of these ranks raise an error.
 
     Args:
         model: a ``GPTModel`` of Megatron-Core, a model whose ``language_model`` is one, or a wrapper of these
@@ -40,9 +39,9 @@ class LMHead:
         vocab_size, logit_softcap: as in :func:`shard_logprob_entropy`.
 
     Raises:
-        UnsupportedHead: an output layer that is not known, or that has an adapter; a weight that is quantised, or whole
-            on each rank; multi-token prediction; a deferred gradient of the weight; a model whose logits do not follow
-            from the formula.
+        UnsupportedHead: an output layer that is not known, or has an adapter; a weight that is quantised, or whole on
+            each rank; multi-token prediction; a deferred gradient of the weight; a schedule that overlaps experts'
+            communication.
         ImportError: a version of Megatron-Core that the tests do not cover.
     """
 
@@ -53,8 +52,7 @@ class LMHead:
         """The model's output layer, or None on other pipeline stages."""
         self._vocab_size, self._softcap = vocab_size, logit_softcap
         self._kept: tuple[Tensor, Tensor] | None = None  # the layer's last input, and its weight or the embedding's
-        self._tried: tuple[Tensor, Tensor] | None = None  # the same of a trial
-        self._own: Any = None  # the layer's forward while the head is in place
+        self._tried: tuple[Any, Tensor, Tensor] | None = None  # the state, and the same, of a trial
         self._hooks: list[Any] = []
         if self.layer is not None:
             require_known(self._model, self.layer)
@@ -65,9 +63,9 @@ class LMHead:
             return self
         if "forward" in vars(self.layer):
             raise RuntimeError("LMHead: got an output layer with another forward, maybe of a head; remove it first")
-        self._own, self.layer.forward = self.layer.forward, self._forward
+        self.layer.forward = self._forward
         self._hooks = [
-            self._model.register_forward_pre_hook(require_no_labels, with_kwargs=True),
+            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._model.register_forward_hook(self._compare),
         ]
         return self
@@ -108,19 +106,21 @@ class LMHead:
         Raises:
             RuntimeError: there are no hidden states, since the model was not called with the head in place, or has no
                 output layer on this pipeline stage.
+            UnsupportedHead: the model's forward was not called as a whole, so that its logits could not be compared.
             ValueError, TypeError: as :func:`shard_logprob_entropy`.
         """
         hidden, weight = self._hidden_and_weight()
         if self._tried is not None:
             raise UnsupportedHead(
-                "LMHead: the output layer was called without the model's forward (by a schedule plan?), so that the "
-                "model's logits cannot be compared; takes a call of the model"
+                "LMHead: got an output layer that the model's forward did not call; takes its forward"
             )
         if not keep:
             self._kept = None
+        layer = self.layer
         return shard_logprob_entropy(
-            hidden, weight, labels, tp_group=self.layer.tp_group, sequence_parallel=self.layer.sequence_parallel,
-            bias=self.layer.bias, vocab_size=self._vocab_size, logit_softcap=self._softcap, mask=mask, **options,
+            hidden, weight, labels, tp_group=layer.tp_group, sequence_parallel=layer.sequence_parallel, bias=layer.bias,
+            gradient_accumulation_fusion=layer.gradient_accumulation_fusion, vocab_size=self._vocab_size,
+            logit_softcap=self._softcap, mask=mask, **options,
         )  # fmt: skip
 
     def _hidden_and_weight(self) -> tuple[Tensor, Tensor]:
@@ -129,29 +129,39 @@ class LMHead:
             raise RuntimeError(f"LMHead: got no hidden states, since {why}")
         return self._kept
 
-    @property
-    def _state(self) -> Any:
-        return self._model.training, self._softcap
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model's forward."""
+        self._kept = None  # if this call fails, an earlier one's hidden states give no results
+        if kwargs.get("labels") is not None or (len(args) > 4 and args[4] is not None):
+            raise ValueError("labels: got a tensor in a call of the model; takes None there, and the head gets them")
 
     def _forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """The output layer's forward while the head is in place."""
-        parameter: Tensor = self.layer.weight if weight is None else weight
-        require_shard(self.layer, parameter, is_embedding=weight is not None)
+        layer = self.layer
+        parameter: Tensor = layer.weight if weight is None else weight
         self._kept = input_, parameter
-        if self._state in _verified.setdefault(self.layer, set()):
+        state = self._model.training, self._softcap, *map(id, layer._forward_hooks.values())
+        if state in _verified.setdefault(layer, set()):
             return input_.new_empty(*self.shape[::-1], 0), None
+        try:
+            require_shard(layer, parameter)
+            error = None
+        except UnsupportedHead as found:
+            error = str(found)
+        self._agree(error)
         with torch.no_grad():
             few = _enlarged(input_[:_FEW], parameter)
-            self._tried = few, parameter
-            return self._own(few, weight=weight, runtime_gather_output=False)[0], None
+            self._tried = state, few, parameter
+            logits, _ = type(layer).forward(layer, few, weight=weight, runtime_gather_output=False)
+        return logits, None
 
     def _compare(self, model: Any, args: Any, logits: Any) -> Tensor | None:
         """Compares the logits that the model returned in a trial with those of the formula. Replaces them."""
         if self._tried is None:
             return None
-        (hidden, weight), self._tried = self._tried, None
+        (state, hidden, weight), self._tried = self._tried, None
         got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         error: str | None = (
             f"LMHead: {type(model).__name__} returns {got}; takes logits of this rank's {len(weight)} ids"
@@ -161,56 +171,25 @@ class LMHead:
                 hidden = gathered(hidden, self.layer.tp_group)
             head = ModelHead(model, SimpleNamespace(weight=weight, bias=self.layer.bias), 1.0, self._softcap, False)
             error = difference(head, Seen(hidden.transpose(0, 1), [], set(), logits))
-        bad = torch.tensor([error is not None], dtype=torch.uint8, device=weight.device)
-        dist.all_reduce(bad, dist.ReduceOp.MAX, self.layer.tp_group)  # no rank goes on alone, and waits for the others
-        if bad.item():
-            self._kept = None
-            raise UnsupportedHead(error or "LMHead: another tensor-parallel rank has logits that differ")
-        _verified[self.layer].add(self._state)
+        self._agree(error)
+        _verified[self.layer].add(state)
         return logits.new_empty(*self.shape, 0)
 
-
-def logprob_entropy(
-    model: Any,
-    input_ids: Tensor,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    *,
-    labels: Tensor,
-    vocab_size: int | None = None,
-    logit_softcap: float | None = None,
-    packed_seq_params: Any = None,
-    model_arguments: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs a Megatron model up to its last hidden states, and then the LM head over the rows that count.
-
-    Args:
-        model, vocab_size, logit_softcap: as in :class:`LMHead`.
-        input_ids, position_ids, attention_mask, packed_seq_params: as in ``GPTModel.forward``.
-        labels, options: as in :meth:`LMHead.logprob_entropy`.
-        model_arguments: further arguments of the model's forward.
-
-    Returns:
-        On the last pipeline stage ``(logprob, entropy)``, float32 ``[b, s]``. On another stage, what the model returns
-        for the next one.
-
-    Raises:
-        UnsupportedHead, ValueError, TypeError: as :class:`LMHead` and its method.
-    """
-    arguments = dict(model_arguments or {})
-    if packed_seq_params is not None:
-        arguments["packed_seq_params"] = packed_seq_params
-    with LMHead(model, vocab_size=vocab_size, logit_softcap=logit_softcap) as head:
-        output: Tensor = model(input_ids, position_ids, attention_mask, **arguments)
-    return output if head.layer is None else head.logprob_entropy(labels, **options)
+    def _agree(self, error: str | None) -> None:
+        """Raises on all tensor-parallel ranks if one of them has an error, since the others would wait for it."""
+        bad = torch.tensor([error is not None], dtype=torch.uint8, device=self._hidden_and_weight()[0].device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX, self.layer.tp_group)
+        if bad.item():
+            self._kept = None
+            raise UnsupportedHead(error or "LMHead: another tensor-parallel rank refuses its weight or its logits")
 
 
 def _enlarged(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Scales the hidden states of all positions but the first, so that their largest logits are 60, where a soft cap
-    shows.
+    """Scales hidden states so that the largest logits of a position are 60, where a soft cap shows. The second position
+    stays as it is.
     """
     largest = (hidden.to(weight.dtype) @ weight.t()).float().abs().amax(-1, keepdim=True)
     factor = torch.where(largest.isfinite() & (largest > 0), 60 / largest, 1.0)
-    factor[0] = 1
-    return (hidden * factor).to(hidden.dtype)
+    factor[1:2] = 1
+    room = torch.finfo(hidden.dtype).max / 64 / hidden.abs().amax(-1, keepdim=True).float()
+    return (hidden * factor.minimum(room)).to(hidden.dtype)

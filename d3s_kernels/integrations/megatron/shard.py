@@ -4,12 +4,15 @@ gets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..._arguments.checks import require_whole, temperature_argument
 from ...distributed.logprobs import vocab_parallel_linear_logprob_entropy
 from ...logprobs.logprob_entropy import linear_logprob_entropy
 from ...support.sampling_mask import SamplingMask
@@ -23,6 +26,7 @@ def shard_logprob_entropy(
     *,
     tp_group: ProcessGroup,
     sequence_parallel: bool,
+    gradient_accumulation_fusion: bool = False,
     bias: Tensor | None = None,
     vocab_size: int | None = None,
     mask: Tensor | None = None,
@@ -43,17 +47,14 @@ def shard_logprob_entropy(
     With ``max_rows``, the host does not wait for this number, and ``max_rows + 1`` takes its place.
 
     **Gradient of the weight.** If Megatron's DistributedDataParallel keeps a ``main_grad``, the backward's matrix
-    products add to it, and the hooks of DistributedDataParallel run as after a layer of Megatron. Otherwise autograd
-    gets the gradient.
+    products add to it, and its hooks run. Otherwise autograd gets the gradient.
 
     Args:
         hidden: ``[s, b, H]``, or ``[s / ranks, b, H]`` with sequence parallelism.
-        weight: ``[V / ranks, H]``, this rank's rows.
+        weight, bias: this rank's rows, ``[V / ranks, H]`` and ``[V / ranks]``.
         labels: int64 or int32 ``[b, s]``, the token that follows each position, or -100 for none; the same on all
             tensor-parallel ranks.
-        tp_group: the group of the tensor-parallel ranks.
-        sequence_parallel: whether ``hidden`` has only this rank's positions.
-        bias: ``[V / ranks]``.
+        tp_group, sequence_parallel, gradient_accumulation_fusion: as Megatron's output layer has them.
         vocab_size: the number of ids of the vocabulary. Rows of the weight from this id on are padding, and count
             nothing. None counts all rows, as Megatron's own loss does.
         mask: bool ``[b, s]``, the rows that count, the same on all tensor-parallel ranks; all others cost nothing and
@@ -80,8 +81,11 @@ def shard_logprob_entropy(
         )
     if mask is not None and mask.shape != shape:
         raise ValueError(f"mask: got shape {list(mask.shape)}; takes that of labels, {list(shape)}")
+    require_whole(vocab_size=vocab_size, max_rows=max_rows)
     if vocab_size is not None and not 1 <= vocab_size <= ranks * len(weight):
         raise ValueError(f"vocab_size: got {vocab_size}; takes 1 to {ranks * len(weight)}, the rows of all weights")
+    if sampling_mask is not None and sampling_mask.rows != labels.numel():
+        raise ValueError(f"sampling_mask: got {sampling_mask.rows} rows; takes one for each label, {labels.numel()}")
     mask = None if mask is None else mask != 0
 
     # For each hidden state of each rank, its place in the flattened [b, s].
@@ -94,26 +98,26 @@ def shard_logprob_entropy(
         hidden = gathered(hidden, tp_group)
     place = places.flatten()
     if isinstance(temperature, Tensor) and temperature.dim():
-        temperature = temperature.broadcast_to(shape).flatten()[place]
+        _, of_rows = temperature_argument(temperature, labels.unsqueeze(-1))
+        assert of_rows is not None
+        temperature = of_rows.flatten()[place]
     if sampling_mask is not None and not (is_whole and shape[0] == 1):
         sampling_mask = sampling_mask.index_select(place)
 
     size = vocab_size or ranks * len(weight)
-    end = min(max(size - rank * len(weight), 0), len(weight))  # the rows of the weight that are no padding
-    start, (weight, into) = rank * len(weight), with_main_grad(weight)
-    if end < len(weight):
+    start, (weight, into) = rank * len(weight), with_main_grad(weight, gradient_accumulation_fusion)
+    if (end := max(size - start, 0)) < len(weight):  # the other rows are padding
         weight, bias, into = weight[:end], None if bias is None else bias[:end], None if into is None else into[:end]
-    options |= {
-        "bias": bias, "mask": None if mask is None else mask.flatten()[place], "temperature": temperature,
-        "max_rows": max_rows, "sampling_mask": sampling_mask, "weight_grad_into": into,
-    }  # fmt: skip
-    targets = labels.flatten()[place]
-    if ranks == 1:
-        results = linear_logprob_entropy(hidden, weight, targets, **options)
-    else:
-        results = vocab_parallel_linear_logprob_entropy(
-            hidden, weight, targets, start, tp_group, vocab_size=size, sum_hidden_grad=parts == 1, **options
-        )
+    op: Callable[..., tuple[Tensor, Tensor]] = linear_logprob_entropy
+    if ranks > 1:
+        op = partial(
+            vocab_parallel_linear_logprob_entropy, vocab_start=start, process_group=tp_group, vocab_size=size,
+            sum_hidden_grad=parts == 1,
+        )  # fmt: skip
+    results = op(
+        hidden, weight, labels.flatten()[place], bias=bias, mask=None if mask is None else mask.flatten()[place],
+        temperature=temperature, max_rows=max_rows, sampling_mask=sampling_mask, weight_grad_into=into, **options,
+    )  # fmt: skip
     everywhere = labels.new_zeros(labels.numel(), dtype=torch.float32)
     if not (is_whole or max_rows is None or mask is None):
         everywhere.masked_fill_(mask.sum() > max_rows, torch.nan)

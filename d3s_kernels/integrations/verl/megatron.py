@@ -55,6 +55,7 @@ class _Read:
     positions: Positions | None  # in the order of the tokens of the micro-batch; None: all are read
     vocab_size: int
     logits_dtype: LogitsDtype  # the option
+    gradient_accumulation_fusion: bool
     packed_places: Tensor | None = None  # as verl packs them for this rank
     labels: Tensor | None = None  # the labels beside them
     sequence_parallel: bool = False  # whether a rank has only its part of the hidden states
@@ -64,12 +65,14 @@ class _Read:
 _READ: ContextVar[_Read | None] = ContextVar("the micro-batch that our head computes", default=None)
 
 
-def _read_of(data: Any, vocab_size: int, logits_dtype: LogitsDtype) -> _Read:
+def _read_of(data: Any, engine: Any, logits_dtype: LogitsDtype) -> _Read:
     positions, ids = positions_read(data), data["input_ids"]
     places = torch.arange(1, len(ids.values()) + 1, device=ids.device)
     if positions is not None:  # a token is predicted by the position before it
         places = torch.where(positions.mask.roll(1), places - 1, 0)
-    return _Read(torch.nested.nested_tensor_from_jagged(places, ids.offsets()), positions, vocab_size, logits_dtype)
+    nested = torch.nested.nested_tensor_from_jagged(places, ids.offsets())
+    vocab_size = text_of(engine.model_config.hf_config).vocab_size
+    return _Read(nested, positions, vocab_size, logits_dtype, engine.tf_config.gradient_accumulation_fusion)
 
 
 def _prepare_model_inputs(original: Any, engine: Any, batch: Any) -> Any:
@@ -84,8 +87,7 @@ def _prepare_model_inputs(original: Any, engine: Any, batch: Any) -> Any:
         return inputs
     if tu.get_non_tensor_data(batch, DISTILLATION, False):
         raise ValueError(f"{DISTILLATION}: got True; takes False with strategy=megatron and {OPTION}={BACKEND}")
-    vocab_size = text_of(engine.model_config.hf_config).vocab_size
-    _READ.set(_read_of(batch, vocab_size, options.logits_dtype))
+    _READ.set(_read_of(batch, engine, options.logits_dtype))
     return inputs
 
 
@@ -160,6 +162,7 @@ def _scores(
         hidden, weight, labels, tp_group=group, sequence_parallel=read.sequence_parallel, vocab_size=read.vocab_size,
         mask=places > 0, temperature=temperature, sampling_mask=supports,
         logits_dtype=dtype_of_logits(read.logits_dtype, hidden.dtype),
+        gradient_accumulation_fusion=read.gradient_accumulation_fusion,
     )  # fmt: skip
     return scores
 
@@ -203,7 +206,7 @@ def _require_plain_layer(model: Any) -> None:
     if layer.bias is not None:
         raise UnsupportedHead(f"{name} with a bias; takes one without")
     tied = layer.weight is None
-    require_shard(layer, model.shared_embedding_or_output_weight() if tied else layer.weight, is_embedding=tied)
+    require_shard(layer, model.shared_embedding_or_output_weight() if tied else layer.weight)
     if layer._forward_hooks or (layer._forward_pre_hooks and not tied):  # the hooks of a tied embedding have run
         raise UnsupportedHead(
             f"{name} with hooks, which would not run; takes one without, and overlap_param_gather=false in "
