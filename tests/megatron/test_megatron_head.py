@@ -168,7 +168,7 @@ IDS = torch.arange(8, 96, 11).view(1, 8)
 def a_trainer_calls_the_model_itself(ranks: Ranks) -> None:
     """Through wrappers, in bfloat16. The layer's hooks run, and without the head the model has its logits again."""
     arrange(2)
-    model = tiny_model(dtype=torch.bfloat16, ddp=OVERLAP, sequence_parallel=True)
+    model = tiny_model(dtype=torch.bfloat16, ddp=OVERLAP | {"grad_reduce_in_fp32": True}, sequence_parallel=True)
     layer, called = unwrapped(model).output_layer, []
     layer.register_forward_pre_hook(lambda *_: called.append(True))
     head = LMHead(model)

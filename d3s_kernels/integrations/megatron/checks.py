@@ -12,9 +12,7 @@ from ..._lm_head.from_model import why_not_here
 from ..._lm_head.own_logits import UnsupportedHead
 from .._versions import untested
 
-_OF_LAYER = (
-    "weight", "bias", "skip_bias_add", "output_size", "sequence_parallel", "tp_group", "gradient_accumulation_fusion",
-)  # fmt: skip
+_OF_LAYER = ("weight", "bias", "skip_bias_add", "output_size", "sequence_parallel", "tp_group")
 _NOT_SERVED = ("mtp_num_layers", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm")
 
 

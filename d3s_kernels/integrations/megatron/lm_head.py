@@ -119,8 +119,7 @@ class LMHead:
         layer = self.layer
         return shard_logprob_entropy(
             hidden, weight, labels, tp_group=layer.tp_group, sequence_parallel=layer.sequence_parallel, bias=layer.bias,
-            gradient_accumulation_fusion=layer.gradient_accumulation_fusion, vocab_size=self._vocab_size,
-            logit_softcap=self._softcap, mask=mask, **options,
+            vocab_size=self._vocab_size, logit_softcap=self._softcap, mask=mask, **options,
         )  # fmt: skip
 
     def _hidden_and_weight(self) -> tuple[Tensor, Tensor]:

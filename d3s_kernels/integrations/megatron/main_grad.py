@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 
-def with_main_grad(weight: Tensor, is_fused: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight for an op, and the tensor to which the op's backward must add the weight's gradient, or None
-    if autograd is to get the gradient. ``is_fused``: whether Megatron's own layers add to ``main_grad`` too.
+def with_main_grad(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the weight for an op, and the tensor to which the op's backward must add the weight's gradient. The
+    second is None if autograd is to get the gradient.
     """
     if hasattr(weight, "__fsdp_param__"):
         raise ValueError("weight: got a parameter of Megatron-FSDP, which gathers it; takes DistributedDataParallel's")
@@ -20,28 +20,26 @@ def with_main_grad(weight: Tensor, is_fused: bool) -> tuple[Tensor, Tensor | Non
     # DistributedDataParallel sets both. Without its hook, nobody would read main_grad.
     if not needed or not hasattr(weight, "main_grad") or not hasattr(weight, "grad_added_to_main_grad"):
         return weight, None
-    return _InMainGrad.apply(weight, is_fused), weight.main_grad  # type: ignore[no-untyped-call]
+    return _InMainGrad.apply(weight), weight.main_grad  # type: ignore[no-untyped-call]
 
 
 class _InMainGrad(torch.autograd.Function):
     """The weight as it is. Its gradient is in ``main_grad`` when the backward gets here. DistributedDataParallel's hook
-    on the weight must still run, and with ``overlap_grad_reduce`` it needs a tensor in ``weight.grad``: here zeros. The
-    hook adds it to ``main_grad``, together with what other uses of the weight (an embedding, logits) gave to autograd.
+    on the weight must still run, and with ``overlap_grad_reduce`` it needs a tensor in ``weight.grad``: here a sparse
+    one without elements, which takes no memory, and which the hook adds to ``main_grad`` in no time.
 
-    If no other use gives its gradient to autograd, ``grad_added_to_main_grad`` spares the hook this pass, as after
-    Megatron's own layers, and the tensor may have any values.
+    Megatron's layers set ``grad_added_to_main_grad``, so that the hook leaves ``weight.grad`` out. Here it must not:
+    what other uses of the weight (an embedding, logits) gave to autograd may be in it.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, is_fused: bool) -> Tensor:
-        ctx.weight, ctx.is_fused = weight, is_fused
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.like = weight.shape, weight.dtype, weight.device
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor:
         assert gradient is None
-        if not ctx.is_fused or getattr(ctx.weight, "zero_out_wgrad", False):  # the second: a tied embedding's weight
-            return torch.zeros_like(ctx.weight), None
-        ctx.weight.grad_added_to_main_grad = True
-        return torch.empty_like(ctx.weight), None
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo)

@@ -26,7 +26,6 @@ def shard_logprob_entropy(
     *,
     tp_group: ProcessGroup,
     sequence_parallel: bool,
-    gradient_accumulation_fusion: bool = False,
     bias: Tensor | None = None,
     vocab_size: int | None = None,
     mask: Tensor | None = None,
@@ -54,7 +53,7 @@ def shard_logprob_entropy(
         weight, bias: this rank's rows, ``[V / ranks, H]`` and ``[V / ranks]``.
         labels: int64 or int32 ``[b, s]``, the token that follows each position, or -100 for none; the same on all
             tensor-parallel ranks.
-        tp_group, sequence_parallel, gradient_accumulation_fusion: as Megatron's output layer has them.
+        tp_group, sequence_parallel: as Megatron's output layer has them.
         vocab_size: the number of ids of the vocabulary. Rows of the weight from this id on are padding, and count
             nothing. None counts all rows, as Megatron's own loss does.
         mask: bool ``[b, s]``, the rows that count, the same on all tensor-parallel ranks; all others cost nothing and
@@ -105,7 +104,7 @@ def shard_logprob_entropy(
         sampling_mask = sampling_mask.index_select(place)
 
     size = vocab_size or ranks * len(weight)
-    start, (weight, into) = rank * len(weight), with_main_grad(weight, gradient_accumulation_fusion)
+    start, (weight, into) = rank * len(weight), with_main_grad(weight)
     if (end := max(size - start, 0)) < len(weight):  # the other rows are padding
         weight, bias, into = weight[:end], None if bias is None else bias[:end], None if into is None else into[:end]
     op: Callable[..., tuple[Tensor, Tensor]] = linear_logprob_entropy

@@ -55,7 +55,6 @@ class _Read:
     positions: Positions | None  # in the order of the tokens of the micro-batch; None: all are read
     vocab_size: int
     logits_dtype: LogitsDtype  # the option
-    gradient_accumulation_fusion: bool
     packed_places: Tensor | None = None  # as verl packs them for this rank
     labels: Tensor | None = None  # the labels beside them
     sequence_parallel: bool = False  # whether a rank has only its part of the hidden states
@@ -72,7 +71,7 @@ def _read_of(data: Any, engine: Any, logits_dtype: LogitsDtype) -> _Read:
         places = torch.where(positions.mask.roll(1), places - 1, 0)
     nested = torch.nested.nested_tensor_from_jagged(places, ids.offsets())
     vocab_size = text_of(engine.model_config.hf_config).vocab_size
-    return _Read(nested, positions, vocab_size, logits_dtype, engine.tf_config.gradient_accumulation_fusion)
+    return _Read(nested, positions, vocab_size, logits_dtype)
 
 
 def _prepare_model_inputs(original: Any, engine: Any, batch: Any) -> Any:
@@ -162,7 +161,6 @@ def _scores(
         hidden, weight, labels, tp_group=group, sequence_parallel=read.sequence_parallel, vocab_size=read.vocab_size,
         mask=places > 0, temperature=temperature, sampling_mask=supports,
         logits_dtype=dtype_of_logits(read.logits_dtype, hidden.dtype),
-        gradient_accumulation_fusion=read.gradient_accumulation_fusion,
     )  # fmt: skip
     return scores
 
