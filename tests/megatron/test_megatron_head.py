@@ -365,6 +365,7 @@ def what_is_refused(ranks: Ranks) -> None:
         (lambda: LMHead(torch.nn.Linear(2, 2)), "got a Linear; takes a GPTModel"),
         (lambda: logprob_entropy(model, IDS, IDS[0]), r"labels: got shape \[8\] with hidden states of"),
         (lambda: logprob_entropy(model, IDS, IDS, mask=IDS[:, :3]), r"mask: got shape \[1, 3\]; takes"),
+        (lambda: logprob_entropy(model, IDS, IDS.to("meta")), "labels: is on meta; takes .* cpu"),
         (lambda: logprob_entropy(model, IDS, IDS, vocab_size=97), "vocab_size: got 97; takes 1 to 96"),
         (lambda: logprob_entropy(model, IDS, IDS, vocab_size=90.0), "vocab_size: got 90.0"),
         (lambda: logprob_entropy(model, IDS, IDS, temperature=torch.ones(3)), r"temperature: got shape \[3\]"),

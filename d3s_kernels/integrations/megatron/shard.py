@@ -80,6 +80,9 @@ def shard_logprob_entropy(
         )
     if mask is not None and mask.shape != shape:
         raise ValueError(f"mask: got shape {list(mask.shape)}; takes that of labels, {list(shape)}")
+    for name, tensor in (("labels", labels), ("mask", mask)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: is on {tensor.device}; takes the device of the hidden states, {hidden.device}")
     require_whole(vocab_size=vocab_size, max_rows=max_rows)
     if vocab_size is not None and not 1 <= vocab_size <= ranks * len(weight):
         raise ValueError(f"vocab_size: got {vocab_size}; takes 1 to {ranks * len(weight)}, the rows of all weights")
