@@ -29,8 +29,23 @@ def parallel_state(vocabulary: Any, rank: int, data: Any, context: int = 1, last
     )
 
 
+class Summed(torch.autograd.Function):
+    """``_CopyToModelParallelRegion``: a tensor as it is. Its gradient is the sum of the ranks', here in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.float().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None
+
+
 class Gather(torch.autograd.Function):
-    """``_GatherFromSequenceParallelRegion``: its backward sums the ranks' gradients, and takes this rank's part."""
+    """``_GatherFromSequenceParallelRegion``: its backward takes this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
@@ -41,34 +56,17 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
         return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 def gather_from_sequence_parallel_region(input_: Tensor, group: Any) -> Tensor:
-    """``tensor_parallel/mappings.py``, with its defaults."""
-    return Gather.apply(input_, group)
-
-
-class Copy(torch.autograd.Function):
-    """``_CopyToModelParallelRegion``: its backward sums the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    """``tensor_parallel/mappings.py``, with its defaults: the ranks' gradients are summed."""
+    return Summed.apply(Gather.apply(input_, group), group)
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any) -> Tensor:
     """``tensor_parallel/mappings.py``."""
-    return Copy.apply(input_, group)
+    return Summed.apply(input_, group)
 
 
 @contextmanager

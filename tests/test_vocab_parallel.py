@@ -26,6 +26,7 @@ from helpers import (
     rounds,
     slow,
 )
+from megatron_core import Summed
 from ranks import SIZES, Ranks, assert_told_apart, on_ranks, world
 from test_head import Head, allowance, random_head
 from test_sampling_masks import random_spans, touched_by
@@ -61,19 +62,6 @@ def assert_alike(ranks: Ranks, *values: Tensor) -> None:
 # ---- any arguments ---------------------------------------------------------------------------------------------------
 
 
-class Summed(torch.autograd.Function):
-    """A tensor as it is. Its gradient is the sum of the ranks', each of which has that of its shard."""
-
-    @staticmethod
-    def forward(context: Any, whole: Tensor, ranks: Ranks) -> Tensor:
-        context.ranks = ranks
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return context.ranks.add_(gradient.float().clone()).to(gradient.dtype), None
-
-
 def shard_of(name: str, ranks: Ranks, first: int, last: int, other: bool) -> Callable[..., tuple[Tensor, ...]]:
     """The function of one process, computed by all ranks. This one has the tokens from ``first`` to ``last``. ``other``
     asks for another form of the same: a copied shard, or ranks that leave the sum of hidden states' gradients to us.
@@ -82,14 +70,14 @@ def shard_of(name: str, ranks: Ranks, first: int, last: int, other: bool) -> Cal
 
     def call(**given: Any) -> tuple[Tensor, ...]:
         if "logits" in given:
-            whole = Summed.apply(given.pop("logits"), ranks)[..., first:last]  # strided and misaligned
+            whole = Summed.apply(given.pop("logits"), ranks.group)[..., first:last]  # strided and misaligned
             given["logits_shard"] = whole.clone() if other else whole
         else:
             names = [name for name in ("weight", "bias") if given.get(name) is not None]
-            given |= {name: Summed.apply(given[name], ranks)[first:last] for name in names}
+            given |= {name: Summed.apply(given[name], ranks.group)[first:last] for name in names}
             given["weight_shard"] = given.pop("weight")
             if other and "topk" not in name:
-                given |= {"hidden": Summed.apply(given["hidden"], ranks), "sum_hidden_grad": False}
+                given |= {"hidden": Summed.apply(given["hidden"], ranks.group), "sum_hidden_grad": False}
         results = function(**given, vocab_start=first, process_group=ranks.group)
         assert_alike(ranks, *results)
         return results

@@ -121,10 +121,10 @@ def _lm_head(model: Module, temperature: float | Tensor, verify: bool) -> HeadAr
             f"lm_head: got a {head.name} with a PEFT adapter that adds tokens to its prompts; takes others, since the "
             "hidden states of its body are not those of such a prompt"
         )
-    return arguments_of(verified_head(head) if verify else head, temperature)
+    return model_arguments(verified_head(head) if verify else head, temperature)
 
 
-def arguments_of(head: ModelHead, temperature: float | Tensor) -> HeadArguments:
+def model_arguments(head: ModelHead, temperature: float | Tensor) -> HeadArguments:
     """Returns the arguments that have the effect of a head's scale and soft cap."""
     return {
         "weight": head.layer.weight,

@@ -93,8 +93,7 @@ def head_arguments(problem: HeadProblem) -> tuple[Any, ...]:
 
 def arguments_of(problem: HeadProblem) -> tuple[Any, ...]:
     """Returns the arguments of the op's schema, in the schema's order. :func:`problem_of` is the inverse."""
-    shard = problem.shard
-    return *head_arguments(problem), *problem.supports, *shard.arguments, shard.sum_hidden_grad
+    return *head_arguments(problem), *problem.supports, *problem.shard.head_arguments
 
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:

@@ -55,10 +55,13 @@ class Shard(NamedTuple):
 
     @property
     def arguments(self) -> ShardArguments:
-        """The arguments of an op for this shard. :meth:`of` is the inverse. An op of the LM head with a gradient also
-        has the argument ``sum_hidden_grad``.
-        """
+        """The arguments of an op for this shard."""
         return NO_GROUP if self.ranks is None else ShardArguments(self.first_token, self.ranks.group.group_name)
+
+    @property
+    def head_arguments(self) -> tuple[int, str | None, bool]:
+        """The arguments of an LM head with a gradient for this shard. :meth:`of` is the inverse."""
+        return *self.arguments, self.sum_hidden_grad
 
     @property
     def tile_start(self) -> int | None:

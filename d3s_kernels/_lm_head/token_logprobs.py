@@ -329,8 +329,7 @@ def linear_token_logprobs(
     problem: HeadProblem, token_ids: Tensor, at_backward: AtBackward | None = None
 ) -> TokenLogprobs:
     """``at_backward`` is as for ``linear_logprob_entropy``."""
-    shard = problem.shard
-    arguments = token_ids, *head_arguments(problem), *shard.arguments, shard.sum_hidden_grad
+    arguments = token_ids, *head_arguments(problem), *problem.shard.head_arguments
     return TokenLogprobs(*_head(at_backward, arguments)[:4])
 
 

@@ -127,15 +127,15 @@ def shard_logprob_entropy(
     return logprob, entropy
 
 
-def _picked(counts: Tensor, max_rows: int | None) -> Tensor | None:
-    """Returns which hidden states to gather, ``[ranks, n]``, from ``counts`` ``[ranks, positions]``: all that count,
-    and others where a rank has fewer of them. Returns None if all hidden states are gathered.
+def _picked(mask: Tensor, max_rows: int | None) -> Tensor | None:
+    """Returns which hidden states to gather, ``[ranks, n]``: all in the mask ``[ranks, positions]``, and others where a
+    rank has fewer of them. Returns None if all hidden states are gathered.
     """
     # One row more than the bound, so that the op sees that the bound is exceeded.
-    each = int(counts.sum(1).max()) if max_rows is None else max_rows + 1
-    if each >= counts.shape[1]:
+    each = int(mask.sum(1).max()) if max_rows is None else max_rows + 1
+    if each >= mask.shape[1]:
         return None
-    return counts.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :each]
+    return mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :each]
 
 
 def gathered(hidden: Tensor, tp_group: ProcessGroup) -> Tensor:

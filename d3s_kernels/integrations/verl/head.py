@@ -25,7 +25,7 @@ from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from ..._lm_head.from_model import arguments_of, read_head
+from ..._lm_head.from_model import model_arguments, read_head
 from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, verified_head
 from ...logprobs.logprob_entropy import linear_logprob_entropy
 from ...logprobs.token_logprobs import linear_token_logprobs
@@ -146,7 +146,7 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 
 def _beside_weight(head: ModelHead, temperature: float, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the arguments of our head that a model has besides its weight."""
-    arguments: dict[str, Any] = {**arguments_of(head, temperature)}
+    arguments: dict[str, Any] = {**model_arguments(head, temperature)}
     del arguments["weight"]
     bias = arguments["bias"]
     return arguments | {"bias": None if bias is None else bias.to(dtype)}
