@@ -1,5 +1,7 @@
 """entropy and logprob_entropy, forward and backward."""
 
+from itertools import product
+
 import pytest
 import torch
 from cases.draw import SPECIAL, draws
@@ -204,6 +206,51 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
 def test_gradient_in_half_precision_over_its_own_logits(dtype: torch.dtype) -> None:
     for columns in CUTS:
         assert_narrow_gradient(OP.logprob_entropy, OP.logprob_entropy_backward_, columns, dtype)
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_some_rows(dtype: torch.dtype) -> None:
+    """It has the bits of the gradient over the gathered rows. Rows without a gradient are not read, and nothing else is
+    written. All rows begin at multiples of 16 bytes, or the rows of logits and gradient are misaligned differently.
+    """
+    rows, weights = torch.tensor([4, 1, 1, 0]), torch.randn(2, 4).index_fill(1, torch.tensor([3]), 0.0)
+    for columns, (before, behind) in product(CUTS[3::4], ((0, 0), (3, 1))):
+        width = columns + 32 - columns % 16
+        kept = torch.full((5, width), NAN, dtype=dtype)[:, before : before + columns]
+        kept[[1, 4]] = random_logits(2, columns, dtype=dtype)
+        kept[4, 1::3] = -INF
+        labels = torch.tensor([columns - 1, columns // 2, -100, 0])
+        gathered = kept[rows].nan_to_num(0.0, neginf=-INF)
+        _, *found = OP.logprob_entropy(gathered, labels, 0.5)
+        for narrow in DTYPES if dtype == torch.float32 else (dtype,):
+            room, over = torch.full((4, width), 7.0, dtype=narrow), gathered.clone()
+            left, slope, right = room.tensor_split((behind, behind + columns), 1)
+            OP.logprob_entropy_backward_rows_(*weights, kept, labels, *found, rows, slope, None, 0.5)
+            OP.logprob_entropy_backward_(*weights, over, labels, *found, None, 0.5, grad_dtype=narrow)
+            assert_same_bits(slope, over.view(narrow)[:, :columns])
+            assert (left == 7).all()
+            assert (right == 7).all()
+
+
+def test_rows_that_cannot_be_read_are_refused() -> None:
+    logits, values, out = torch.zeros(4, 3), torch.zeros(5, 2), torch.zeros(2, 3)
+    rows = torch.tensor([3, 0])
+
+    def refused(said: str, logits: Tensor = logits, rows: Tensor = rows, out: Tensor = out) -> None:
+        with pytest.raises(ValueError, match=f"^{said}"):
+            OP.logprob_entropy_backward_rows_(*values[:2], logits, None, *values[2:], rows, out)
+
+    for bad in (-1, 4, 2**40):
+        refused(rf"rows: got {bad} at 1; takes a row of the logits, in \[0, 4\)", rows=torch.tensor([0, bad]))
+    refused("rows: got dtype torch.int32; takes int64", rows=rows.int())
+    refused(r"rows: got shape \[3\]", rows=torch.tensor([0, 1, 2]))
+    refused(r"logits: got shape \[4\]", logits=logits[:, 0])
+    refused(r"grad_logits: got shape \[2, 2\]", out=out[:, :2])
+    refused("grad_logits: got dtype torch.float16", logits=logits.bfloat16(), out=out.half())
+    refused("grad_logits: its rows overlap", out=out[0].expand(2, 3))
+    refused("grad_logits: shares memory with the logits", out=logits[2:])
+    refused(r"grad_logprob: got shape \[2\]", rows=rows[:1], out=out[:1])
 
 
 @pytest.mark.parametrize("output", [0, 1])

@@ -43,6 +43,23 @@ def temperatures(call: Call) -> None:
             assert slope.isnan().all(1).tolist() == bad
 
 
+def rows(call: Call) -> None:
+    """A row that does not exist has a gradient of NaN, if one comes in."""
+    kept, ones = random_logits(3, 50), torch.ones(3)
+    for given in (-1, 3, 2**31, 2**40, -(2**63)):
+        places, given_labels = torch.tensor([2, given, 0]), torch.tensor([3, 4, -100])
+        _, *statistics = call("logprob_entropy", kept[[2, 1, 0]], given_labels)
+        for some, bad in ((kept, [False, True, False]), (kept[:0], [True] * 3)):
+            for incoming in (ones, 0 * ones):
+                slope = torch.full((3, 50), 7.0)
+                call(
+                    "logprob_entropy_backward_rows_", incoming, incoming, some, given_labels, *statistics, places, slope
+                )
+                wanted = [is_bad and bool(incoming.any()) for is_bad in bad]
+                assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == wanted
+                assert incoming.any() or not slope.any()
+
+
 def quotas(call: Call) -> None:
     """Nothing is selected."""
     scores, one = torch.rand(3, 9), torch.tensor(1.0)
@@ -111,5 +128,5 @@ def spans(call: Call) -> None:
         assert all(undefined(cuts)[0][row] for row in range(1, 9) if targets[row] != -100)
 
 
-OF_TRITON = (labels, temperatures, quotas)  # which has no kernels for the others
+OF_TRITON = (labels, temperatures, rows, quotas)  # which has no kernels for the others
 ALL = (*OF_TRITON, groups, spans)

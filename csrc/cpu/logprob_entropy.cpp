@@ -41,9 +41,9 @@ void clear(void* memory, int64_t bytes) {
     memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
 }
 
-}  // namespace
-
-void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device&) {
+// Without `packed`, row i of the logits is row i of the gradient, and a narrow gradient overwrites the logits.
+void write_gradients(const LogitsRows& rows, const PackedRows* packed, const RowGradients& gradients,
+                     const GradientOutput& out) {
   const int64_t columns = rows.layout.columns;
   if (columns == 0) return;  // if a shard has no ids, its gradient has no memory
   dispatch_gradient(rows.type, out.type, [&](auto logits_tag, auto tag) {
@@ -57,7 +57,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     // `still` lists the rows without an incoming gradient, which need no logits. `live` lists the other rows. Each list
     // is divided evenly among the threads.
     std::vector<int64_t> live, still;
-    for (int64_t row = 0; row < rows.layout.count; ++row)
+    for (int64_t row = 0; row < out.layout.count; ++row)
       (has_gradient(rows, gradients, row) ? live : still).push_back(row);
     const int64_t grain = kGrain / (columns + 1) + 1;
     parallel_for(static_cast<int64_t>(still.size()), grain, [&](int64_t begin, int64_t end) {
@@ -66,7 +66,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     });
 
     const auto write_piece = [&](int64_t row, int64_t begin, int64_t end) {
-      const From* p = from + rows.layout.offset(row);
+      const From* p = from + rows.layout.offset(packed ? packed->rows[row] : row);
       T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
       const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
@@ -82,13 +82,13 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       const float label_distance = has_label ? to_float(p[label]) - statistics.max : 0.f;
       const GradientRow of_row = {statistics.max, kLog2E / temperature, line.offset, line.slope};
       if constexpr (narrow)
-        loops.narrow_gradient(p, columns, of_row, gradient);
+        loops.narrow_gradient(p + begin, end - begin, of_row, gradient + begin);
       else
         loops.gradient(p + begin, end - begin, of_row, gradient + begin);
       if (has_label) gradient[label] = from_float<T>(label_gradient(line, label_distance, temperature));
     };
-    // A narrow gradient overwrites logits of other columns in its row, so no row is then cut into pieces.
-    const int64_t length = narrow ? columns : kGrain, pieces = (columns + length - 1) / length;
+    // If a narrow gradient overwrites logits of other columns in its row, no row is cut into pieces.
+    const int64_t length = narrow && !packed ? columns : kGrain, pieces = (columns + length - 1) / length;
     parallel_for(static_cast<int64_t>(live.size()) * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t first = task % pieces * length;
@@ -96,6 +96,17 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       }
     });
   });
+}
+
+}  // namespace
+
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device&) {
+  write_gradients(rows, nullptr, gradients, out);
+}
+
+void packed_row_gradients(const LogitsRows& rows, const PackedRows& packed, const RowGradients& gradients,
+                          const GradientOutput& out, Device&) {
+  write_gradients(rows, &packed, gradients, out);
 }
 
 void merge_tile(const LogitsRows& rows, RowState* states, Device&) {

@@ -12,6 +12,7 @@
 //   softmax_state_finish       finish_all        states                                  -> outputs
 //   logprob_entropy_backward   write_gradients   logits, labels, gradients, statistics   -> out
 //   … in half precision        narrow_gradients  as above                                -> front half of logits
+//   … of packed rows           packed_gradients  as above, and the rows                  -> out
 //
 // For a tile, the kernels read and write `states` instead of writing outputs and keys.
 #include "row_slices.h"
@@ -102,21 +103,27 @@ __global__ void finish_all(const __grid_constant__ RowStates states, const __gri
 
 // ---- backward --------------------------------------------------------------------------------------------------
 
-template <class T>
-constexpr int kGradientStride = kGradientThreads * kInFlight * kPerVector<T>;
+// A thread loads kInFlight vectors of logits before it uses the first. From is the type of the logits, T that of the
+// gradient, which may be half as wide.
+template <class From>
+constexpr int kGradientStride = kGradientThreads * kInFlight * kPerVector<From>;
 constexpr int kStridesPerPiece = 4;  // 64 KB, so that many elements share the fixed cost of a piece
-template <class T>
-constexpr int kPiece = kGradientStride<T> * kStridesPerPiece;
+template <class From>
+constexpr int kPiece = kGradientStride<From> * kStridesPerPiece;
+template <class From, class T>
+constexpr int kLoadsPerStore = kPerVector<T> / kPerVector<From>;
 
-template <class T>
-__device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
+template <class From, class T>
+__device__ uint4 gradient_of(const uint4 (&logits)[kLoadsPerStore<From, T>], const RowGradient& row) {
   float g[kPerVector<T>];
   int i = 0;
-  for_pairs<T>(logits, [&](Pair z) {
-    const Pair gradient = row(z);
-    g[i++] = gradient.low;
-    g[i++] = gradient.high;
-  });
+#pragma unroll
+  for (int load = 0; load < kLoadsPerStore<From, T>; ++load)
+    for_pairs<From>(logits[load], [&](Pair z) {
+      const Pair gradient = row(z);
+      g[i++] = gradient.low;
+      g[i++] = gradient.high;
+    });
   return vector_of<T>(g);
 }
 
@@ -128,13 +135,13 @@ __device__ uint4 load_logits(const T* p, int shift) {
   return shift == 0 ? load_plain(from) : shifted(load_plain(from), load_plain(from + 1), shift);
 }
 
-// Writes the gradient of a piece [begin, end) of a dense row.
-template <class T, bool kAligned>
-__device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int begin, int end,
-                            T* gradient) {
-  constexpr int kVector = kPerVector<T>;
+// Writes the gradient of a piece [begin, end) of a dense row, whose logits are in row `place` of all logits.
+template <class From, class T, bool kAligned>
+__device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int64_t place,
+                            int begin, int end, T* gradient) {
+  constexpr int kVector = kPerVector<T>, kLoads = kLoadsPerStore<From, T>, kStores = kInFlight / kLoads;
   const int columns = static_cast<int>(rows.layout.columns), thread = static_cast<int>(threadIdx.x);
-  const T* logits = row_at<T>(rows, row);
+  const From* logits = row_at<From>(rows, place);
   const RowGradient f = gradient_of_row(rows, gradients, row);
   const int label = static_cast<int>(rows.column(rows.labels[row]));
   const auto write_one = [&](int i) {
@@ -158,20 +165,24 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
   T* const label_place = has_label ? gradient + label : nullptr;
   const T of_label = from_float<T>(has_label ? f.at_label(to_float(logits[label])) : 0.f);
-  const T* from = logits + first_whole + thread * kVector;
+  const From* from = logits + first_whole + thread * kVector;
   T* to = gradient + first_whole + thread * kVector;
-  for (int left = vectors - thread; left > 0; left -= kGradientThreads * kInFlight) {
-    uint4 z[kInFlight];
+  for (int left = vectors - thread; left > 0; left -= kGradientThreads * kStores) {
+    uint4 z[kStores][kLoads];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j)
-      if (j * kGradientThreads < left) z[j] = load_logits(from + j * kGradientThreads * kVector, shift);
+    for (int j = 0; j < kStores; ++j) {
+      if (j * kGradientThreads >= left) continue;
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      if (j * kGradientThreads >= left) break;
-      store_streaming(reinterpret_cast<uint4*>(to + j * kGradientThreads * kVector), gradient_of<T>(z[j], f));
+      for (int load = 0; load < kLoads; ++load)
+        z[j][load] = load_logits(from + j * kGradientThreads * kVector + load * kPerVector<From>, shift);
     }
-    from += kGradientStride<T>;
-    to += kGradientStride<T>;
+#pragma unroll
+    for (int j = 0; j < kStores; ++j) {
+      if (j * kGradientThreads >= left) break;
+      store_streaming(reinterpret_cast<uint4*>(to + j * kGradientThreads * kVector), gradient_of<From, T>(z[j], f));
+    }
+    from += kGradientStride<From>;
+    to += kGradientStride<From>;
   }
   if (label_place) *label_place = of_label;
 }
@@ -190,7 +201,26 @@ __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
   if (!has_gradient(rows, gradients, row))  // the logits are not read
     fill(gradient + begin, end - begin, 0.f);
   else
-    write_piece<T, kAligned>(rows, gradients, row, begin, end, gradient);
+    write_piece<T, T, kAligned>(rows, gradients, row, row, begin, end, gradient);
+}
+
+// Writes the gradients of packed rows, of which blockIdx.x / pieces is one, to memory of their own.
+template <class From, class T, bool kAligned>
+__global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
+    packed_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ PackedRows packed,
+                     const __grid_constant__ RowGradients gradients, T* out,
+                     const __grid_constant__ RowLayout out_layout) {
+  const int columns = static_cast<int>(rows.layout.columns);
+  const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece<From>));
+  const int64_t row = blockIdx.x / pieces;
+  const int begin = static_cast<int>(blockIdx.x % pieces) * kPiece<From>, end = min(begin + kPiece<From>, columns);
+  T* gradient = out + out_layout.offset(row);
+  if (!has_gradient(rows, gradients, row))
+    fill(gradient + begin, end - begin, 0.f);
+  else if (packed.bad(row))
+    fill(gradient + begin, end - begin, NAN);
+  else
+    write_piece<From, T, kAligned>(rows, gradients, row, packed.rows[row], begin, end, gradient);
 }
 
 // The number of float32 logits that a thread loads before it uses the first logit. Logits are loaded one by one, so
@@ -279,6 +309,20 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       start(write_gradients<T, true>, blocks);
     else
       start(write_gradients<T, false>, blocks);
+  });
+}
+
+void packed_row_gradients(const LogitsRows& rows, const PackedRows& packed, const RowGradients& gradients,
+                          const GradientOutput& out, Device& device) {
+  require_columns(rows.layout.columns);
+  dispatch_gradient(rows.type, out.type, [&](auto logits, auto gradient) {
+    using From = typename decltype(logits)::type;
+    using T = typename decltype(gradient)::type;
+    const bool aligned = is_aligned<From>(rows.logits, rows.layout) && is_aligned<T>(out.gradient, out.layout);
+    launch("logprob_entropy_backward_rows_",
+           aligned ? packed_gradients<From, T, true> : packed_gradients<From, T, false>,
+           out.layout.count * ceil_div(rows.layout.columns, kPiece<From>), kGradientThreads, 0, device, rows, packed,
+           gradients, static_cast<T*>(out.gradient), out.layout);
   });
 }
 

@@ -40,6 +40,14 @@ Tensor logprob_entropy_backward(const GradientArguments& given, const Temperatur
   return out;
 }
 
+// Requires rows that do not overlap.
+void require_apart(const char* argument, const Tensor& written) {
+  const int64_t dims = written.dim() - 1;
+  for (int64_t i = 0; i < dims; ++i)
+    require(written.size(i) <= 1 || written.stride(i) >= written.size(dims), argument,
+            "its rows overlap; takes a tensor that can be written in place");
+}
+
 // Returns where the in-place op writes the gradient: over the logits. If the logits are float32 and the gradient is in
 // half precision, the gradient fills only the front half of each row.
 GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
@@ -58,13 +66,68 @@ void logprob_entropy_backward_(const GradientArguments& given, const Tile& tile,
                                const std::optional<ScalarType>& grad_dtype) {
   const Tensor& logits = given.logits;
   const LogitsArgument argument(logits, given.labels, temperature, {}, tile);
-  for (int64_t i = 0; i < argument.dims; ++i)
-    require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
-            "its rows overlap; takes a tensor that can be written in place");
+  require_apart("logits", logits);
   const CheckedGradients gradients(given, argument.dims);
   const GradientOutput out = gradient_in_place(logits, argument.rows, grad_dtype);
   TorchDevice device(logits);
   row_gradients(argument.rows, gradients.rows, out, device);
+}
+
+// Returns whether the memory between the first and the last elements of two tensors overlaps.
+bool may_share_memory(const Tensor& a, const Tensor& b) {
+  const auto begin = [](const Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); };
+  const auto end = [&](const Tensor& tensor) {
+    int64_t elements = 1;
+    for (int64_t i = 0; i < tensor.dim(); ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
+    return begin(tensor) + elements * tensor.element_size();
+  };
+  return a.numel() > 0 && b.numel() > 0 && begin(a) < end(b) && begin(b) < end(a);
+}
+
+// Checks where the op writes the gradient of packed rows.
+GradientOutput gradient_of_packed(const Tensor& gradient, const Tensor& logits) {
+  require(logits.dim() == 2, "logits", "got shape ", shape(logits), "; takes [rows, V]");
+  require(gradient.dim() == 2 && gradient.size(1) == logits.size(1), "grad_logits", "got shape ", shape(gradient),
+          "; takes [packed rows, V] for logits of shape ", shape(logits));
+  const ScalarType type = gradient.scalar_type();
+  require(type == logits.scalar_type() || (logits.scalar_type() == ScalarType::Float && is_float(type)), "grad_logits",
+          "got dtype ", dtype(gradient), "; takes the dtype of the logits, or bfloat16 or float16 for float32 logits");
+  require_same_device("grad_logits", gradient, logits);
+  require_apart("grad_logits", gradient);
+  require(!may_share_memory(gradient, logits), "grad_logits", "shares memory with the logits; takes memory of its own");
+  return {gradient.mutable_data_ptr(), float_type(type), rows_of("grad_logits", gradient)};
+}
+
+// Checks which row of the logits each packed row has. The result points into `owner`.
+PackedRows packed_rows(const Tensor& rows, const Tensor& gradient, int64_t count, OptionalTensor& owner) {
+  require(rows.scalar_type() == ScalarType::Long, "rows", "got dtype ", dtype(rows), "; takes int64");
+  owner = require_per_row("rows", rows, gradient, 1);
+  if (const OptionalTensor known = on_host(*owner)) {
+    const PackedRows values{data<int64_t>(*known), count};
+    for (int64_t i = 0; i < rows.numel(); ++i)
+      require(!values.bad(i), "rows", "got ", values.rows[i], " at ", i, "; takes a row of the logits, in [0, ", count,
+              ")");
+  }
+  return {data<int64_t>(*owner), count};
+}
+
+void logprob_entropy_backward_rows_(const GradientArguments& given, const Tensor& rows, const Tensor& grad_logits,
+                                    const Tile& tile, const TemperatureArgument& temperature) {
+  const Tensor& logits = given.logits;
+  require_float("logits", logits);
+  const GradientOutput out = gradient_of_packed(grad_logits, logits);
+  OptionalTensor owner;
+  const PackedRows packed = packed_rows(rows, grad_logits, logits.size(0), owner);
+  // The other arguments have one value for each packed row, and so for each row of the gradient.
+  LogitsArgument argument(grad_logits, given.labels, temperature, {}, tile);
+  argument.rows.logits = logits.const_data_ptr();
+  argument.rows.type = float_type(logits);
+  argument.rows.layout = rows_of("logits", logits);
+  GradientArguments of_packed = given;
+  of_packed.logits = grad_logits;
+  const CheckedGradients gradients(of_packed, argument.dims);
+  TorchDevice device(logits);
+  packed_row_gradients(argument.rows, packed, gradients.rows, out, device);
 }
 
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, const Tile& tile,
@@ -109,6 +172,14 @@ D3S_REGISTER(
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
     logprob_entropy_backward_)
+// logprob_entropy_backward_rows_ reads the logits [m, V] of the rows `rows`, for example of those rows of a forward
+// that have a gradient. It writes their gradient to grad_logits [n, V], which must have memory of its own. All values
+// besides the logits are those of the n rows. The result has the bits of logprob_entropy_backward_ for logits[rows].
+D3S_REGISTER(
+    "logprob_entropy_backward_rows_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, Tensor rows, Tensor(a!) grad_logits, SymInt? first_token=None, "
+    "float temperature=1.0, Tensor? temperature_tensor=None) -> ()",
+    logprob_entropy_backward_rows_)
 D3S_REGISTER(
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt? first_token=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()",

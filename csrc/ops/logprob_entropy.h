@@ -102,8 +102,18 @@ struct RowGradients {
   }
 };
 
+// Tells which row of the logits each packed row has. If there are packed rows, all other values are those of the packed
+// rows; only the logits are not packed.
+struct PackedRows {
+  const int64_t* rows = nullptr;
+  int64_t count = 0;  // the number of rows of logits
+
+  // Returns whether the row of a packed row does not exist. Rows on a GPU may be unchecked.
+  D3S_HOST_DEVICE bool bad(int64_t packed) const { return rows[packed] < 0 || rows[packed] >= count; }
+};
+
 // The memory to which the gradient is written. A gradient with the dtype of the logits may overwrite the logits. A
-// half-precision gradient of float32 logits overwrites the front half of each row.
+// half-precision gradient of float32 logits overwrites the front half of each row, or is written to other memory.
 struct GradientOutput {
   void* gradient = nullptr;
   FloatType type = FloatType::kFloat32;
@@ -164,6 +174,10 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
 
 // Writes the gradient of each row, or 0 if the row has no incoming gradient.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device);
+
+// Writes the gradient of each packed row to memory that shares nothing with the logits.
+void packed_row_gradients(const LogitsRows& rows, const PackedRows& packed, const RowGradients& gradients,
+                          const GradientOutput& out, Device& device);
 
 // Merges a tile into the states of the rows that are not masked out.
 void merge_tile(const LogitsRows& rows, RowState* states, Device& device);

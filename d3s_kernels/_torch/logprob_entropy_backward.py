@@ -1,8 +1,9 @@
-"""The gradient of logprob_entropy: in a new tensor, or in place in a tile of logits."""
+"""The gradient of logprob_entropy: in a new tensor, in place in a tile of logits, or of some rows of a tile."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def logprob_entropy_backward(
     if mask is not None:
         rows = rows._replace(still=rows.still | ~mask.reshape(-1))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write(rows, logits, tile, out)
+    _write(rows, _blocks(logits), tile, out)
     return out
 
 
@@ -55,7 +56,25 @@ def logprob_entropy_backward_(
     logits = given.logits
     rows = rows_of(given, temperature, tile, logits.shape[-1])
     # A half-precision gradient of float32 logits overwrites only the front half of each row.
-    _write(rows, logits, tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
+    _write(rows, _blocks(logits), tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
+
+
+@op()
+def logprob_entropy_backward_rows_(
+    given: GradientArguments,
+    rows: Tensor,
+    grad_logits: Tensor,
+    tile: Tile = ALL_TOKENS,
+    temperature: NumberOrTensor = ONE,
+) -> None:
+    logits, columns = given.logits, grad_logits.shape[-1]
+    packed = rows_of(given._replace(logits=grad_logits), temperature, tile, columns)
+    # A row that does not exist has not been checked on a GPU. Another row is read in its place, if there is one.
+    packed = packed._replace(top=packed.top.masked_fill((rows < 0) | (rows >= len(logits)), math.nan))
+    logits = logits if len(logits) else logits.new_zeros(1, columns)
+    places = rows.clamp(0, len(logits) - 1)
+    blocks = (logits.index_select(0, places[part]) for part, _ in row_blocks(grad_logits, columns))
+    _write(packed, blocks, tile, grad_logits)
 
 
 def rows_of(given: GradientArguments, temperature: NumberOrTensor, tile: Tile, tokens: int) -> Rows:
@@ -84,12 +103,18 @@ def rows_of(given: GradientArguments, temperature: NumberOrTensor, tile: Tile, t
     )
 
 
-def _write(all_rows: Rows, logits: Tensor, tile: Tile, out: Tensor) -> None:
-    """Writes the gradient to `out`, which may share memory with the logits."""
-    columns = logits.shape[-1]
+def _blocks(logits: Tensor) -> Iterable[Tensor]:
+    return (block for _, block in row_blocks(logits, logits.shape[-1]))
+
+
+def _write(all_rows: Rows, blocks: Iterable[Tensor], tile: Tile, out: Tensor) -> None:
+    """Writes the gradient to `out`, which may share memory with the logits. `blocks` has the logits of each block of
+    rows.
+    """
+    columns = out.shape[-1]
     if columns == 0:
         return
-    for (rows, block), (_, to) in zip(row_blocks(logits, columns), row_blocks(out, columns), strict=True):
+    for block, (rows, to) in zip(blocks, row_blocks(out, columns), strict=True):
         row = all_rows.part(rows)
         gradient = gradient_at(row, block.flatten(0, -2).float())
         places, in_tile = places_in_tile(row.labels, tile, columns)

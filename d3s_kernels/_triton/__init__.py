@@ -38,6 +38,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
         logprob_entropy.softmax_state_finish,
         backward.logprob_entropy_backward,
         backward.logprob_entropy_backward_,
+        backward.logprob_entropy_backward_rows_,
         topk_mask.topk_mask,
         topk_mask.select_tokens,
         topk_mask.select_tokens_from_logits,

@@ -1,4 +1,6 @@
-"""The backward of logprob_entropy in Triton: out of place or in place, for whole rows or for a tile."""
+"""The backward of logprob_entropy in Triton: out of place or in place, for whole rows or for a tile, or for some of the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,15 @@ ANY_TOKEN = 2**62  # replaces the size of the vocabulary, which is unknown for a
         *PLACE,
         *(f"out_{name}" for name in PLACE),
         "columns",
+        "kept",
         "temperature_bits",
         "first_token",
         "vocabulary",
     ]
 )
 def write_gradients(
-    logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures, temperature_bits, grad_logprob,
-    grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,
+    logits, inner, outer_stride, inner_stride, columns, packed, kept, mask, labels, temperatures, temperature_bits,
+    grad_logprob, grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,
     out_inner_stride,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, EDGE_BLOCK: tl.constexpr,
     PIECE: tl.constexpr, NARROW: tl.constexpr,
@@ -44,12 +47,17 @@ def write_gradients(
     dz is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. If a row has no
     gradient, its logits are not read. With NARROW, the gradient overwrites the front half of its own row: one program
     goes through the row from left to right, and overwrites only logits that all threads have read before the barrier.
+    With ``packed``, row i is row packed[i] of the ``kept`` rows of logits. If an unchecked row does not exist, the
+    gradient is NaN.
     """
     pieces = 1 if NARROW else tl.cdiv(columns, PIECE)
     row = tl.program_id(0).to(tl.int64) // pieces
     begin = (tl.program_id(0) % pieces) * PIECE
     end = columns if NARROW else tl.minimum(begin + PIECE, columns)
-    start = row_start(logits, row, inner, outer_stride, inner_stride, STEP)
+    place_of_row = row
+    if packed is not None:
+        place_of_row = tl.load(packed + row)
+    start = row_start(logits, place_of_row, inner, outer_stride, inner_stride, STEP)
     out = row_start(out, row, out_inner, out_outer_stride, out_inner_stride, OUT_STEP)
 
     label = tl.full([], NO_TARGET, tl.int64)
@@ -64,6 +72,11 @@ def write_gradients(
     reads = (g_logprob != 0) | (g_entropy != 0)  # true for NaN, too
     if mask is not None:
         reads = reads & (tl.load(mask + row) != 0)
+    unread = tl.full([], 0.0, tl.float32)  # the gradient of a row whose logits are not read
+    if packed is not None:
+        missing = (place_of_row < 0) | (place_of_row >= kept)
+        unread = tl.where(reads & missing, float("nan"), unread)
+        reads = reads & (missing == 0)
 
     temperature = temperature_of(row, temperatures, temperature_bits, PER_ROW)
     scale = tl.div_rn(LOG2_E, temperature)
@@ -97,9 +110,9 @@ def write_gradients(
         tl.store(out + place, at_label.to(out.dtype.element_ty), mask=has_label)
     else:
         for first in range(begin, whole, BLOCK):
-            write_zeros(out, first, end, BLOCK, False)
+            write_number(out, first, end, unread, BLOCK, False)
         for first in range(whole, end, EDGE_BLOCK):
-            write_zeros(out, first, end, EDGE_BLOCK, True)
+            write_number(out, first, end, unread, EDGE_BLOCK, True)
 
 
 @triton.jit
@@ -124,13 +137,13 @@ def write_block(
 
 
 @triton.jit
-def write_zeros(out, first, end, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+def write_number(out, first, end, number, BLOCK: tl.constexpr, EDGE: tl.constexpr):
     places = first + tl.arange(0, BLOCK)
-    zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+    numbers = tl.zeros([BLOCK], out.dtype.element_ty) + number.to(out.dtype.element_ty)
     if EDGE:
-        tl.store(out + places, zeros, mask=places < end)
+        tl.store(out + places, numbers, mask=places < end)
     else:
-        tl.store(out + places, zeros)
+        tl.store(out + places, numbers)
 
 
 def logprob_entropy_backward(
@@ -140,7 +153,7 @@ def logprob_entropy_backward(
     tile: Tile = ALL_TOKENS,
 ) -> Tensor:
     out = torch.empty(given.logits.shape, dtype=given.logits.dtype, device=given.logits.device)
-    _write(given, out, tile, temperature, contiguous(mask))
+    _write(given, out, tile, temperature, mask=mask)
     return out
 
 
@@ -153,20 +166,39 @@ def logprob_entropy_backward_(
     out = logits = given.logits
     if grad_dtype is not None and grad_dtype != logits.dtype:
         out = logits.view(grad_dtype)[..., : logits.shape[-1]]
-    _write(given, out, tile, temperature, None)
+    _write(given, out, tile, temperature)
 
 
-def _write(given: GradientArguments, out: Tensor, tile: Tile, temperature: NumberOrTensor, mask: Tensor | None) -> None:
+def logprob_entropy_backward_rows_(
+    given: GradientArguments,
+    rows: Tensor,
+    grad_logits: Tensor,
+    tile: Tile = ALL_TOKENS,
+    temperature: NumberOrTensor = ONE,
+) -> None:
+    _write(given, grad_logits, tile, temperature, packed=rows)
+
+
+def _write(
+    given: GradientArguments,
+    out: Tensor,
+    tile: Tile,
+    temperature: NumberOrTensor,
+    mask: Tensor | None = None,
+    packed: Tensor | None = None,
+) -> None:
     logits = given.logits
-    rows, to, narrow = Rows.of(logits), Rows.of(out), out.dtype != logits.dtype
-    programs = rows.total * (min(1, rows.columns) if narrow else triton.cdiv(rows.columns, PIECE))
+    rows, to = Rows.of(logits), Rows.of(out)
+    narrow = out.dtype != logits.dtype and packed is None
+    programs = to.total * (min(1, rows.columns) if narrow else triton.cdiv(rows.columns, PIECE))
     if programs == 0:
         return
     write_gradients[(programs,)](
         columns=rows.columns, labels=contiguous(given.labels), grad_logprob=contiguous(given.grad_logprob),
         grad_entropy=contiguous(given.grad_entropy), entropies=contiguous(given.entropy),
         maxima=contiguous(given.row_max), log_sums=contiguous(given.log_sum), first_token=tile.first_token or 0,
-        vocabulary=logits.shape[-1] if tile == ALL_TOKENS else ANY_TOKEN, mask=mask,
+        vocabulary=logits.shape[-1] if tile == ALL_TOKENS else ANY_TOKEN, mask=contiguous(mask),
+        packed=contiguous(packed), kept=rows.total,
         **temperature_arguments(temperature), **rows.place(), **to.place("out", "out_"),
         BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, NARROW=narrow, num_warps=warps(THREADS), **EXACT,
     )  # fmt: skip

@@ -270,6 +270,10 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
         "softmax_state_": {"state": states, "logits": logits, **rows},
         "softmax_state_finish": {"state": torch.stack([states, states]), "temperature_tensor": temperature},
         "logprob_entropy_backward_": {"logits": logits, **incoming, **rows},
+        "logprob_entropy_backward_rows_": {
+            "logits": logits.flip(0), "rows": torch.arange(4, -1, -1), "grad_logits": torch.empty(5, length).bfloat16(),
+            **incoming, **rows,
+        },
         "linear_logprob_entropy": {
             "hidden": hidden.clone().requires_grad_(), "weight": weight.clone().requires_grad_(), "labels": labels,
             "temperature": temperature, "mask": mask, "logit_softcap": 30.0,

@@ -59,7 +59,7 @@ LARGEST_BLOCKS = {
         "topk_logprobs_cu.*(top|tied)_slices",
         "max_variance_cu.*(select_segments|find_sorted_ends)",
     ),
-    256: ("write_gradients", "narrow_gradients", "place_logits", "sum_rows", "sum_tokens", "list_mask", "list_piece"),
+    256: ("(write|narrow|packed)_gradients", "place_logits", "sum_rows", "sum_tokens", "list_mask", "list_piece"),
 }
 
 
@@ -120,7 +120,8 @@ def test_nothing_spills(architecture: str) -> None:
     # Some kernels spill registers outside of their loops, so that more blocks share a multiprocessor: those for rows
     # with a support, the backward, the largest logits, and some kernels in float16.
     allowed = {"sm_120": 24}.get(architecture, 8)
-    by = "with_support|at_supports|15write_gradients|top_slices|count_digit|(sum_tokens|write_advantages)INS_7float16E"
+    by = "with_support|at_supports|(15write|16packed)_gradients|top_slices|count_digit"
+    by += "|(sum_tokens|write_advantages)INS_7float16E"
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
     assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
     assert [name for name in spilled if not re.search(by, name)] == []
@@ -215,6 +216,20 @@ def test_the_loop_of_the_backward_in_half_precision(architecture: str, functions
     order = [found.group() for step in loop if (found := re.match("LDG|BAR|STG", step.opcode))]
     assert order == ["LDG"] * 16 + ["BAR"] + ["STG"] * 16
     assert not [opcode for opcode in loads(loop) if "CONSTANT" in opcode]
+
+
+def test_the_loop_of_packed_rows(architecture: str, functions: Functions) -> None:
+    """From float32 to half precision: a vector of the gradient takes two vectors of logits, and no barrier."""
+    code = functions[find(functions, "16packed_gradientsIfNS_8bfloat16ELb1E")]
+    loop = min((loop for loop in loops(code) if exponentials(loop) >= 16), key=len)
+    print(f"{architecture} packed_gradients bfloat16: {len(loop) / 16:.2f} instructions for an element")
+    assert len(loop) <= 10 * 16
+    assert exponentials(loop) == 16
+    for access, vectors in (("LDG", IN_FLIGHT), ("STG", IN_FLIGHT // 2)):
+        found = [step.opcode for step in loop if step.opcode.startswith(access)]
+        assert len(found) == vectors
+        assert all(".128" in opcode for opcode in found)
+    assert not count(loop, "BAR|SHFL|LDL|STL")
 
 
 @pytest.mark.parametrize(("kernel", "vectors"), [("place_logits", 8), ("sum_rows", 8), ("sum_tokens", 4)])

@@ -53,6 +53,9 @@ def tiles(dtype: torch.dtype) -> None:
         _triton.KERNELS["logprob_entropy_backward_"](
             rows, rows, logits, labels, rows, rows, rows, 4096, 1.0, rows, grad_dtype
         )
+        _triton.KERNELS["logprob_entropy_backward_rows_"](
+            rows, rows, logits, labels, rows, rows, rows, labels.long(), logits.to(grad_dtype), 4096, 1.0, rows
+        )
 
 
 def top(length: int) -> None:

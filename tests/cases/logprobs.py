@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d3s_kernels.check import tolerances
 
-from .draw import Draw
+from .draw import FLOATS, Draw
 from .meaning import public, public_arguments, step, with_incoming
 from .row import Arguments, detached, differentiable, op
 
@@ -183,6 +183,26 @@ def logprob_entropy_backward(draw: Draw) -> Arguments:
 def logprob_entropy_backward_(draw: Draw) -> Arguments:
     given = without_supports(rows_of_logits(draw)) | {"mask": None}
     return {"first_token": draw.choice((None, 0))} | _of_backward(draw, given)
+
+
+def gradient_of_packed(exact: Tensor, arguments: tolerances.Arguments) -> Tensor:
+    """The gradient may be in a narrower dtype than the logits."""
+    return gradient_of_logits(exact, {**arguments, "logits": arguments["grad_logits"]})
+
+
+@op(step("logprob_entropy_backward_rows_", wide=True), results={"grad_logits": gradient_of_packed})
+def logprob_entropy_backward_rows_(draw: Draw) -> Arguments:
+    """Some of the kept logits, in any order; some come twice. What was in the gradient before does not matter."""
+    given = detached(without_supports(rows_of_logits(draw))) | {"mask": None}
+    kept = given["logits"].reshape(-1, given["logits"].shape[-1])
+    rows = torch.randint(max(1, len(kept)), (draw.integer(0, len(kept)),), generator=draw.generator())
+    for name in ("labels", "temperature_tensor"):
+        if (values := given.get(name)) is not None and (name == "labels" or values.dim() > 0):
+            given[name] = values.flatten()[rows]
+    given = _of_backward(draw, given | {"logits": kept[rows]})
+    dtypes = FLOATS if kept.dtype == torch.float32 else (kept.dtype,)
+    gradient = draw.normal(draw.generator(), draw.choice(dtypes), *given["logits"].shape)
+    return given | {"logits": kept[:, given.get("first_token") or 0 :], "rows": rows, "grad_logits": gradient}
 
 
 def _gradient_over_supports(**given: Any) -> Tensor:
