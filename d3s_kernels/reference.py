@@ -140,15 +140,16 @@ def linear_logprob_entropy(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
+    keep_logits_bytes: int | None = None,
     sampling_mask: SamplingMask | None = None,
     label_outside: str = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns logprob_entropy of the logits hidden @ weight.T + bias.
 
-    `logits_dtype` and `workspace_bytes` have no effect here: in the library, they change only rounding and memory. All
-    results are NaN if more than `max_rows` rows are unmasked; all gradients are NaN if more than `max_grad_rows` rows
-    have a gradient.
+    `logits_dtype`, `workspace_bytes` and `keep_logits_bytes` have no effect here: in the library, they change only
+    rounding, memory and time. All results are NaN if more than `max_rows` rows are unmasked; all gradients are NaN if
+    more than `max_grad_rows` rows have a gradient.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
     options: dict[str, Any] = {"sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
@@ -221,6 +222,7 @@ def linear_token_logprobs(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
+    keep_logits_bytes: int | None = None,
 ) -> TokenLogprobs:
     """Returns token_logprobs of the logits hidden @ weight.T + bias, with the same bounds on the rows as
     linear_logprob_entropy.

@@ -27,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
+from d3s_kernels._lm_head import forward as forward_of_head
 from d3s_kernels._lm_head import op, products
+from d3s_kernels._lm_head.problem import HeadProblem
 
 
 class Head(NamedTuple):
@@ -243,9 +245,9 @@ class SeesProducts(TorchDispatchMode):
         return self
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: object) -> Any:
+        def run(*args: object, **options: object) -> Any:
             with self:
-                return function(*args)
+                return function(*args, **options)
 
         return run
 
@@ -355,6 +357,103 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
         loss = sum(head(linear_logprob_entropy, labels, workspace_bytes=10_000)).sum()
         first, second = (torch.autograd.grad(loss, head.leaves, retain_graph=True) for _ in range(2))
     assert_same(first, second)
+
+
+KEPT_BYTES = {"all": 1 << 30, "two slices": 40 * 8192 * 2 * 4, "less than a slice": 1000}
+
+
+@of_a_cpu
+@pytest.mark.parametrize("keep", KEPT_BYTES)
+@pytest.mark.parametrize("logit_softcap", [None, 20.0])
+@pytest.mark.parametrize(
+    ("dtype", "logits_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_kept_logits_give_the_bits_of_logits_computed_again(
+    dtype: torch.dtype, logits_dtype: torch.dtype, logit_softcap: float | None, keep: str
+) -> None:
+    """Products of whole numbers are exact. Of others, a BLAS library may give a row other bits if there are fewer rows
+    beside it, as in the backward here: a third of the rows has no gradient.
+    """
+    rows, vocabulary = 40, 17_000  # three slices of a CPU
+    head, labels = (
+        whole_number_head(rows, vocabulary=vocabulary, dtype=dtype),
+        random_labels(rows, vocabulary=vocabulary),
+    )
+    cotangents = [torch.randn(rows) * (torch.arange(rows) % 3 > 0) for _ in range(2)]
+    for masked, max_rows, workspace in ((False, None, None), (True, 39, 900_000), (True, None, 300_000)):
+
+        def step(keep: int | None) -> list[Tensor]:
+            results, gradients = with_gradients(
+                head, labels, cotangents, logits_dtype=logits_dtype, logit_softcap=logit_softcap, temperature=0.7,
+                mask=torch.arange(rows) % 4 > 0 if masked else None, max_rows=max_rows,  # noqa: B023
+                workspace_bytes=workspace, keep_logits_bytes=keep,  # noqa: B023
+            )  # fmt: skip
+            return [*results, *gradients]
+
+        assert_same(step(KEPT_BYTES[keep]), step(None))
+
+
+@of_a_cpu
+def test_logits_are_kept_only_within_the_budget_and_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[Tensor] = []
+
+    def recorded(problem: HeadProblem) -> Tensor:
+        rooms.append(products.new_room_for_logits(problem))
+        return rooms[-1]
+
+    monkeypatch.setattr(forward_of_head, "new_room_for_logits", recorded)
+    head, labels = random_head(9, vocabulary=20_000).requiring_grad(), random_labels(9, vocabulary=20_000)
+    whole = 9 * 20_000 * 4  # 20,000 float32 fill whole units of 64 bytes
+    for budget, columns in ((whole, 20_000), (whole - 1, 16_384), (9 * 8192 * 4 - 1, 0), (0, 0)):
+        head(linear_logprob_entropy, labels, keep_logits_bytes=budget)
+        assert rooms[-1].shape == (9 if columns else 0, columns)
+    bounded = {"mask": torch.arange(9) < 4, "max_rows": 5}
+    head(linear_logprob_entropy, labels, keep_logits_bytes=whole, **bounded)
+    assert rooms[-1].shape == (5, 20_000)
+    with torch.no_grad():
+        head(linear_logprob_entropy, labels, keep_logits_bytes=whole)
+    assert not rooms[-1].numel()
+    with pytest.raises(ValueError, match="keep_logits_bytes: got -1; takes at least 0"):
+        head(linear_logprob_entropy, labels, keep_logits_bytes=-1)
+
+
+def test_auto_is_the_dtype_of_the_products() -> None:
+    """Which is float32, if the hidden states or the weight are."""
+    head, labels = random_head(9, dtype=torch.bfloat16), torch.arange(9)
+    auto = head(linear_logprob_entropy, labels, logits_dtype="auto")
+    assert_same(auto, head(linear_logprob_entropy, labels, logits_dtype=torch.bfloat16))
+    mixed = Head(head.hidden.float(), head.weight, None)
+    assert_same(mixed(linear_logprob_entropy, labels, logits_dtype="auto"), mixed(linear_logprob_entropy, labels))
+    with pytest.raises(TypeError, match=r"logits_dtype: got 'float'; takes a torch\.dtype or 'auto'"):
+        head(linear_logprob_entropy, labels, logits_dtype="float")
+
+
+# ---- the gradient of the hidden states in parts of the vocabulary, as on a GPU --------------------------------------
+
+
+@of_a_cpu
+@pytest.mark.parametrize("parts", [2, 8])
+def test_partial_sums(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are added in a fixed order, so that repeated calls have the same bits. 300 ids are not a multiple of parts
+    that begin at multiples of 8; 5 and 40 ids are too few for all parts.
+    """
+    for vocabulary, workspace in ((300, None), (5, None), (40, None), (17_000, 4 * 30 * 8192)):
+        head, labels = random_head(30, vocabulary=vocabulary), random_labels(30, vocabulary=vocabulary)
+        cotangents = [torch.randn(30), torch.randn(30)]
+
+        def gradients() -> tuple[Tensor, ...]:
+            return with_gradients(head, labels, cotangents, workspace_bytes=workspace)[1]  # noqa: B023
+
+        whole = gradients()
+        with monkeypatch.context() as switched:
+            switched.setattr(products, "SPLITS", True)
+            switched.setattr(products, "widens", lambda values: True)
+            switched.setattr(products, "parts_of", lambda *_: parts)
+            split, again = gradients(), gradients()
+        assert_same(split, again)
+        assert_same(split[1:], whole[1:])
+        assert (split[0] - whole[0]).norm() <= 1e-6 * whole[0].norm()
 
 
 def test_strided_inputs() -> None:

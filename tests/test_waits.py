@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from d3s_kernels import _torch
 from d3s_kernels._arguments.bundles import GradientArguments, NumberOrTensor, OptionalSupports
 from d3s_kernels._dispatch import backends, over_supports
-from d3s_kernels._lm_head import backward, forward
+from d3s_kernels._lm_head import backward, forward, products
 from d3s_kernels._lm_head.problem import WHOLE, HeadProblem, Shard
 from d3s_kernels.distributed import rollouts, tokens
 
@@ -35,6 +35,7 @@ GROUP: Any = None  # tests put a stand-in in its place
 DRAWS = 6 if EVERYTHING else 2
 DTYPES = {"float": torch.float32, "double": torch.float64, "int": torch.int32, "long": torch.int64}
 PACKED = torch.contiguous_format
+NO_LAUNCH = {"device", "empty", "new_empty", "slice", "select", "view", "t", "unbind", "detach"}
 # What a torch without CUDA refuses to do for a GPU by these names; and the address of a tensor that has none.
 OTHERWISE: dict[Any, Any] = {
     Tensor.__invert__: ATEN.bitwise_not,
@@ -81,12 +82,18 @@ class Watched(TorchDispatchMode):
 
     waits = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []  # names of ops
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(op.overloadpacket.__name__)
         if op is ATEN._local_scalar_dense.default:
             self.waits += 1
             return args[0].dtype == torch.bool or 1
         # Torch 2.11's fake one takes out_dtype for a number.
-        found = kwargs["out"] if op is ATEN.addmm.dtype_out else op(*args, **(kwargs or {}))
+        wide_sums = ATEN.addmm.dtype_out, ATEN.baddbmm.dtype_out
+        found = kwargs["out"] if op in wide_sums else op(*args, **(kwargs or {}))
         devices = {part.device.type for part in tree_leaves((args, kwargs, found)) if isinstance(part, Tensor)}
         # A kernel for each element takes a number of the CPU as an argument; torch.where copies it to the GPU.
         takes_numbers = torch.Tag.pointwise in op.tags and op.overloadpacket is not ATEN.where
@@ -94,10 +101,21 @@ class Watched(TorchDispatchMode):
         return found
 
 
+class ReadLate(forward.HostNumber):
+    """A number that the host reads when it is asked for, in place of a copy to pinned memory."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number = number
+
+    def value(self) -> int:
+        return int(ATEN._local_scalar_dense(self._number))
+
+
 @contextmanager
 def watched() -> Iterator[Watched]:
     current = patch.object(torch.accelerator, "device_index", lambda index: nullcontext())
-    with torch.no_grad(), current, FakeTensorMode(), Watched() as mode, Functions():
+    numbers = patch.object(forward, "HostNumber", ReadLate)
+    with torch.no_grad(), current, numbers, FakeTensorMode(), Watched() as mode, Functions():
         yield mode
 
 
@@ -181,12 +199,32 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
             labels, (hidden, weight) = gpu(7, dtype=torch.int64), (gpu(n, 16, dtype=torch.bfloat16) for n in (7, 50))
             given |= {"max_rows": bound, "max_grad_rows": bound, "shard": shard}
             problem = HeadProblem(hidden, weight, labels, None, NumberOrTensor(1.0, gpu(7)), 30.0, **given)
-            _, *statistics = forward.forward(problem)
+            _, *statistics, _ = forward.forward(problem)
             in_forward, mode.waits = mode.waits, 0
             incoming = backward.Incoming(gpu(7), gpu(7), *statistics)
             wanted = backward.Wanted(True, True, False)
             backward.backward(problem, incoming, wanted, None if into is None else into(50, 16))
         assert (in_forward, mode.waits) == ((0, 0) if bound else (int(masked or spans), 1)), bound
+
+
+@pytest.mark.parametrize("keeps", [None, 1 << 30], ids=["recomputed", "kept logits"])
+def test_small_ops_are_started_before_the_host_waits(keeps: int | None) -> None:
+    """So that a GPU does them while the host waits, and then has its first product soon."""
+    with watched() as mode, patch.object(products, "widens", lambda values: True):
+        hidden, weight = gpu(7, 16, dtype=torch.bfloat16), gpu(50, 16, dtype=torch.bfloat16)
+        of_rows = {"mask": gpu(7, dtype=torch.bool), "temperature": NumberOrTensor(1.0, gpu(7))}
+        problem = HeadProblem(hidden, weight, gpu(7, dtype=torch.int64), keep_logits_bytes=keeps, **of_rows)
+        *results, room = forward.forward(problem)
+        of_forward, mode.calls = mode.calls, []
+        kept = products.kept_logits(problem, room)
+        incoming = backward.Incoming(gpu(7), gpu(7), *results[1:])
+        backward.backward(problem, incoming, backward.Wanted(True, True, False), kept=kept)
+    for calls, gathers in ((of_forward, 2), (mode.calls, 3 if keeps is None else 4)):
+        launches = [call for call in calls if call not in NO_LAUNCH]
+        read = launches.index("_local_scalar_dense")
+        assert launches[:read].count("index_select") == gathers
+        assert launches[read + 1] == "index_select"  # the rows of hidden states
+        assert launches[read + 2] in ("mm", "logprob_entropy_backward_rows_")
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["kernels that skip rows", "plain PyTorch"])

@@ -19,7 +19,7 @@ from .._arguments.bundles import NumberOrTensor
 from .._arguments.checks import is_known
 from .forward import Picked, dense_rows, flat, flat_rows, support_logits
 from .problem import HeadProblem
-from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
+from .products import Head, PartialSums, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
 
 _op = torch.ops.d3s_kernels
 
@@ -68,21 +68,23 @@ def backward(
     incoming: Incoming,
     wanted: Wanted,
     weight_grad_into: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of hidden states, weight and bias. A gradient that is not wanted is an empty tensor. With
     ``weight_grad_into``, the weight's gradient is added to that tensor, and an empty tensor is returned. The problem
-    must have been checked.
+    must have been checked. ``kept`` has the forward's kept logits.
     """
     wanted = wanted._replace(weight_grad_into=weight_grad_into)
     if problem.supports.offsets is None:
-        return _of_all_tokens(problem, incoming, wanted)
+        active = _rows_with_gradient(problem, incoming)
+        return of_active_rows(problem, incoming, active, wanted, kept=kept)
     dense, dense_exceeded = dense_rows(problem)
     may_be_dense = problem.supports.may_be_dense
     exceeded = _any_exceeded(problem, incoming, dense_exceeded)
     if exceeded is not None:
         incoming = incoming.poisoned(exceeded, both=may_be_dense)
     if may_be_dense:
-        gradients = _of_all_tokens(dense, incoming, wanted, exceeded)
+        gradients = of_active_rows(dense, incoming, _rows_with_gradient(dense, incoming), wanted, exceeded=exceeded)
     else:
         gradients = _filled(problem, wanted, exceeded)
     return _with_supports(problem, incoming, wanted, gradients, exceeded)
@@ -177,12 +179,6 @@ def _with_supports(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _of_all_tokens(
-    problem: HeadProblem, incoming: Incoming, wanted: Wanted, exceeded: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return of_active_rows(problem, incoming, _rows_with_gradient(problem, incoming), wanted, exceeded=exceeded)
-
-
 def of_active_rows(
     problem: HeadProblem,
     incoming: Incoming,
@@ -190,15 +186,16 @@ def of_active_rows(
     wanted: Wanted,
     tokens: AtTokens | None = None,
     exceeded: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients, which only the rows in the mask ``active`` contribute to. With ``tokens``, the gradient of
-    the logits at some ids is replaced.
+    the logits at some ids is replaced. ``kept`` has the forward's kept logits.
     """
     head, shard = Head.of(problem), problem.shard
     if wanted.hidden:  # rows of this gradient are summed over the ranks, so all ranks must pick the same rows
         active = shard.anyones_(active)
     picked = Picked.where(active, problem.max_grad_rows, exceeded)
-    rows = _Rows.gathered(picked, problem, incoming, tokens)
+    picked, rows = _Rows.gathered(picked, problem, incoming, tokens, kept)
     grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted)
     if not len(rows.hidden):  # without tiles, the NaN of an exceeded bound has not reached these gradients
         picked.poison_(grad_weight)
@@ -238,6 +235,21 @@ class AtTokens(NamedTuple):
         return AtTokens(picked.gather(self.token_ids), picked.gather(self.labels), values)
 
 
+class KeptRows(NamedTuple):
+    """The kept logits of packed rows."""
+
+    logits: Tensor  # [rows of the forward, ids]: the logits of the first ids
+    rows: Tensor  # [packed rows]: the row of `logits` that each packed row has
+
+    @classmethod
+    def gathered(cls, logits: Tensor, picked: Picked, problem: HeadProblem) -> KeptRows:
+        if problem.mask is None:
+            return cls(logits, picked.indices)
+        # The forward has packed the rows that the mask keeps. With more rows than max_rows, all results are NaN.
+        places = flat(problem.mask, problem.rows).cumsum(0).sub_(1).clamp_(0, len(logits) - 1)
+        return cls(logits, places.index_select(0, picked.indices))
+
+
 class _Rows(NamedTuple):
     """The packed rows that have a gradient: either all of these rows, or only the rows of one tile."""
 
@@ -246,10 +258,14 @@ class _Rows(NamedTuple):
     incoming: Incoming
     temperature: NumberOrTensor
     tokens: AtTokens | None
+    kept: KeptRows | None
 
     @classmethod
-    def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming, tokens: AtTokens | None) -> _Rows:
-        count, hidden = problem.rows, problem.hidden
+    def gathered(
+        cls, picked: Picked, problem: HeadProblem, incoming: Incoming, tokens: AtTokens | None, kept: Tensor | None
+    ) -> tuple[Picked, _Rows]:
+        """Gathers the values of the picked rows. Returns the picked rows without unused slots, and their values."""
+        count, hidden = problem.rows, problem.hidden.reshape(problem.rows, problem.hidden.shape[-1])
         targets = picked.gather(flat(problem.labels, count))
         # One op gathers all these values, since launching an op costs more than moving so few values.
         parts = [flat(values, count) for values in incoming if values is not None]
@@ -263,17 +279,20 @@ class _Rows(NamedTuple):
         if packed_incoming.grad_logprob is not None and checked and not hidden.is_cpu:
             # Labels on a GPU are not checked. A label that is no id of the vocabulary gives NaN.
             packed_incoming.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
-        packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
         at_ids = None if tokens is None else tokens.gathered(picked)
-        return cls(packed, targets, packed_incoming, picked.temperature(problem), at_ids)
+        of_kept = None if kept is None else KeptRows.gathered(kept, picked, problem)
+        rows = cls(hidden, targets, packed_incoming, picked.temperature(problem), at_ids, of_kept)
+        picked = picked.cut()
+        return picked, rows.at(slice(0, len(picked.indices)))._replace(hidden=picked.gather(hidden))
 
     def at(self, place: slice) -> _Rows:
         if place.start == 0 and place.stop == self.targets.shape[0]:  # in most cases one tile has all rows
             return self
         incoming = self.incoming.map(lambda values: values[place])
         tokens = None if self.tokens is None else AtTokens(*(values[place] for values in self.tokens))
+        kept = None if self.kept is None else KeptRows(self.kept.logits, self.kept.rows[place])
         temperature = self.temperature.map_rows(itemgetter(place))
-        return _Rows(self.hidden[place], self.targets[place], incoming, temperature, tokens)
+        return _Rows(self.hidden[place], self.targets[place], incoming, temperature, tokens, kept)
 
 
 class Gradients:
@@ -287,12 +306,12 @@ class Gradients:
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
         self._head, self._into, weight = head, wanted.weight_grad_into, head.weight
         # If there are no tiles, nothing is written to the gradients, so they must start as 0.
-        fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
-        self._hidden = fresh(rows, dtype=torch.float32) if wanted.hidden else None
+        fresh = rows.new_empty if rows.numel() and weight.numel() else rows.new_zeros
+        self._hidden = PartialSums(fresh((tiles.parts, *rows.shape), dtype=torch.float32)) if wanted.hidden else None
         self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted.bias else None
         self._weight = self._into if wanted.weight else None
         if wanted.weight and self._into is None:
-            self._weight = fresh(weight, memory_format=torch.contiguous_format)
+            self._weight = fresh(weight.shape)
         self._slab: Tensor | None = None
         if self._weight is not None and len(rows) > tiles.row_step and self._weight.dtype != torch.float32:
             self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
@@ -304,7 +323,7 @@ class Gradients:
         if self._bias is not None:
             self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
         if self._hidden is not None:
-            add_product(self._hidden[place], tile, self._head.weight[tokens], first=tokens.start == 0)
+            self._hidden.add(place, tile, self._head.weight[tokens], first=tokens.start == 0)
         if self._slab is not None:
             add_product(self._slab[: tile.shape[1]], tile.t(), rows, first=place.start == 0)
         elif self._weight is not None:
@@ -326,14 +345,14 @@ class Gradients:
         """
         weight = self._head.weight
         return (
-            weight.new_empty(0, dtype=torch.float32) if self._hidden is None else self._hidden,
+            weight.new_empty(0, dtype=torch.float32) if self._hidden is None else self._hidden.total(),
             weight.new_empty(0) if self._weight is None or self._into is not None else self._weight,
             weight.new_empty(0) if self._bias is None else self._bias.to(weight.dtype),
         )
 
 
 def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = Tiles.cut(rows.hidden, problem)
+    tiles = Tiles.cut(rows.hidden, problem, rows.kept.logits.shape[1] if rows.kept else 0, sums=wanted.hidden)
     gradients = Gradients(rows.hidden, head, tiles, wanted)
     # The outer loop is over slabs, so that the gradient of a slab is complete after the inner loop.
     for tokens in tiles.token_slices():
@@ -345,27 +364,38 @@ def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wante
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """Overwrites a tile's logits with their gradient. A gradient in a narrower dtype fills only the front part of each
-    row.
+    """Computes a tile's logits in ``room``, and overwrites them with their gradient. A gradient in a narrower dtype
+    fills only the front part of each row. Kept logits are read from where they are.
     """
-    tile, cap, first = head.logits(rows.hidden, tokens, room), head.softcap, problem.shard.token(tokens.start)
-    gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
+    cap, first = head.softcap, problem.shard.token(tokens.start)
+    kept = rows.kept is not None and tokens.stop <= rows.kept.logits.shape[1]
+    if not kept:
+        head.logits(rows.hidden, tokens, room)
+    whole = room.view(head.gradient_dtype)[:, : room.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.
-    step = max(1, len(tile) if cap is None else _STRIP // max(1, tile.shape[1]))
-    for begin in range(0, len(tile), step):
+    step = max(1, len(room) if cap is None else _STRIP // max(1, room.shape[1]))
+    for begin in range(0, len(room), step):
         strip = slice(begin, begin + step)
-        logits, part = tile[strip], rows.at(strip)
-        slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
-        grad_logprob, grad_entropy, *statistics = part.incoming
-        _op.logprob_entropy_backward_.default(
-            grad_logprob, grad_entropy, logits, part.targets, *statistics, first,
-            *part.temperature, gradient.dtype if slope is None else None,
-        )  # fmt: skip
+        logits, gradient, part = room[strip], whole[strip], rows.at(strip)
+        (grad_logprob, grad_entropy, *statistics), slope = part.incoming, None
+        if kept and part.kept is not None and cap is None:
+            _op.logprob_entropy_backward_rows_.default(
+                grad_logprob, grad_entropy, part.kept.logits[:, tokens], part.targets, *statistics, part.kept.rows,
+                gradient, first, *part.temperature,
+            )  # fmt: skip
+        else:
+            if kept and part.kept is not None:
+                torch.index_select(part.kept.logits[:, tokens], 0, part.kept.rows, out=logits)
+            slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
+            _op.logprob_entropy_backward_.default(
+                grad_logprob, grad_entropy, logits, part.targets, *statistics, first,
+                *part.temperature, gradient.dtype if slope is None else None,
+            )  # fmt: skip
         if part.tokens is not None:
             token_ids, labels, values = part.tokens
-            to = gradient[strip] if slope is None else logits
+            to = gradient if slope is None else logits
             _op.put_token_gradients_.default(to, token_ids, labels, values, first)
         if slope is not None:
-            gradient[strip] = slope.mul_(logits)
-    zero_behind_rows_(gradient)
-    return gradient
+            gradient.copy_(slope.mul_(logits))
+    zero_behind_rows_(whole)
+    return whole

@@ -8,7 +8,7 @@ gives no bound.
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from .._arguments.bundles import NO_SUPPORTS, NumberOrTensor
 from .._dispatch.registration import new_row_statistics
 from .problem import HeadProblem, Shard
-from .products import Head, tiles_of_logits, without_autocast
+from .products import Head, kept_logits, new_room_for_logits, tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -24,24 +24,49 @@ _op = torch.ops.d3s_kernels
 # ---- some of the rows -----------------------------------------------------------------------------------------------
 
 
+class HostNumber:
+    """An asynchronous copy of one integer, or of a tensor of integers, to the host. ``value`` waits for the work that
+    was started before the copy, and for no work that was started later.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._copy, self._done = number, None
+        if number.is_cuda:
+            pinned = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
+            self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(number.device))
+
+    def value(self) -> Any:
+        """Returns the number, or a list of the numbers."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy.long().tolist()
+
+
 class Picked(NamedTuple):
     """Some of the rows, packed in order. If the caller gives a bound on the number of rows, there is no host sync."""
 
     indices: Tensor  # [room]: row indices; 0 in the unused slots at the end
-    past: Tensor | None  # bool [room]: whether a slot is unused; None if the host knows that all are used
+    past: Tensor | None  # bool [room]: whether a slot is unused; None if the unused slots are cut off
     exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
+    number: HostNumber | None = None  # without a bound, the number of rows, until `cut`
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
         """Picks the rows that the mask marks. ``other_exceeded`` says whether another bound of the same call was
         exceeded; if so, this bound counts as exceeded too.
         """
-        room = int(mask.sum()) if bound is None else min(bound, mask.numel())
-        indices, count = _op.compact.default(mask, room)
+        indices, count = _op.compact.default(mask, mask.numel() if bound is None else min(bound, mask.numel()))
         other = None if other_exceeded is None else other_exceeded.view(1)
         if bound is None:
-            return cls(indices, None, other)
+            return cls(indices.clamp(min=0), None, other, HostNumber(count.view(())))
         return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
+
+    def cut(self) -> Picked:
+        """Waits for the number of rows if there is no bound, and cuts off the unused slots. All small values of rows
+        are gathered before, with unused slots, so that a GPU has work while the host waits and continues.
+        """
+        return self if self.number is None else self._replace(indices=self.indices[: self.number.value()], number=None)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
         """Returns the ``values`` of the picked rows. The index of an unused slot is 0, but row 0 may have a NaN, which
@@ -72,19 +97,23 @@ class PackedRows(NamedTuple):
     picked: Picked | None  # None: all rows
     hidden: Tensor  # [rows, H]
     temperature: NumberOrTensor
+    values: list[Tensor]  # other values of the rows
 
     @classmethod
-    def of(cls, problem: HeadProblem) -> PackedRows | None:
-        """Packs the rows. Returns None if the host knows that there are more rows than ``max_rows``."""
-        count, mask, bound, hidden = problem.rows, problem.mask, problem.max_rows, problem.hidden
+    def of(cls, problem: HeadProblem, *values: Tensor) -> PackedRows | None:
+        """Packs the rows, also of ``values``. Returns None if the host knows that there are more rows than
+        ``max_rows``.
+        """
+        count, mask, bound = problem.rows, problem.mask, problem.max_rows
+        hidden = problem.hidden.reshape(count, problem.hidden.shape[-1])
         if mask is None:
-            rows = hidden.reshape(count, hidden.shape[-1])
-            return None if bound is not None and count > bound else cls(None, rows, problem.flat_temperature)
+            exceeded = bound is not None and count > bound
+            return None if exceeded else cls(None, hidden, problem.flat_temperature, list(values))
         picked = Picked.where(mask.reshape(count), bound)
-        return cls(picked, picked.gather(hidden.reshape(count, hidden.shape[-1])), picked.temperature(problem))
-
-    def gather(self, values: Tensor) -> Tensor:
-        return values if self.picked is None else self.picked.gather(values)
+        packed, temperature = [picked.gather(each) for each in values], picked.temperature(problem)
+        picked = picked.cut()
+        used = itemgetter(slice(len(picked.indices)))
+        return cls(picked, picked.gather(hidden), temperature.map_rows(used), [used(each) for each in packed])
 
     def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
         return values if self.picked is None else self.picked.scatter(values, rows)
@@ -171,10 +200,12 @@ def finished(
 
 
 def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
+    """Returns the statistics of the rows, and the memory of the kept logits."""
     problem.check()
+    room = new_room_for_logits(problem)
     if not problem.supports.given:
         try:
-            return _of_all_tokens(problem)
+            return *_of_all_tokens(problem, kept_logits(problem, room)), room
         except RuntimeError:
             problem.require_memory()
             raise
@@ -185,7 +216,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
         outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
     elif problem.max_rows is not None and problem.rows > problem.max_rows:  # the host knows the number of rows
         outputs = tuple(torch.full_like(output, torch.nan) for output in outputs)
-    return outputs
+    return *outputs, room
 
 
 @without_autocast
@@ -218,13 +249,15 @@ def _over_supports(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 
 @without_autocast
-def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
-    count, shape, rows = problem.rows, problem.labels.shape, PackedRows.of(problem)
+def _of_all_tokens(problem: HeadProblem, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+    count, shape = problem.rows, problem.labels.shape
+    state = no_logits(count, problem.hidden)
+    rows = PackedRows.of(problem, problem.labels.reshape(count))
     if rows is None:
         return tuple(problem.hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
-    targets, temperature = rows.gather(problem.labels.reshape(count)), rows.temperature
-    state = no_logits(len(targets), rows.hidden)
-    for r, first, logits in tiles_of_logits(problem, rows.hidden):
+    (targets,), temperature = rows.values, rows.temperature
+    state = state[: len(targets)]
+    for r, first, logits in tiles_of_logits(problem, rows.hidden, kept):
         _op.softmax_state_.default(state[r], logits, targets[r], first, *temperature.map_rows(itemgetter(r)))
     outputs = rows.scatter(finished(problem.shard, state, targets, None, temperature), count)
     return tuple(output.view(shape) for output in outputs)

@@ -26,6 +26,7 @@ from .._dispatch.registration import (
 from .backward import INPUTS, Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
 from .problem import HeadProblem, Shard
+from .products import kept_logits, new_room_for_logits
 
 _op = torch.ops.d3s_kernels
 
@@ -43,7 +44,8 @@ def _with_known_labels(values: dict[str, Any]) -> None:
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
-    "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None"
+    "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None, "
+    "SymInt? keep_logits_bytes=None"
 )
 SHARD = "SymInt first_token=0, str? group_name=None"
 HEAD_SHARD = f"{SHARD}, bool sum_hidden_grad=True"
@@ -66,6 +68,7 @@ def problem_of(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
+    keep_logits_bytes: int | None = None,
     support_ids: Tensor | None = None,
     support_offsets: Tensor | None = None,
     include_label: bool = False,
@@ -77,7 +80,7 @@ def problem_of(
     """Makes a HeadProblem from the arguments of the op's schema."""
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(temperature, temperature_tensor), logit_softcap, mask, max_rows,
-        max_grad_rows, logits_dtype, workspace_bytes,
+        max_grad_rows, logits_dtype, workspace_bytes, keep_logits_bytes,
         OptionalSupports(support_ids, support_offsets, include_label, max_dense_rows),
         Shard.of(first_token, group_name, sum_hidden_grad),
     )  # fmt: skip
@@ -88,6 +91,7 @@ def head_arguments(problem: HeadProblem) -> tuple[Any, ...]:
     return (
         problem.hidden, problem.weight, problem.labels, problem.bias, *problem.temperature, problem.logit_softcap,
         problem.mask, problem.max_rows, problem.max_grad_rows, problem.logits_dtype, problem.workspace_bytes,
+        problem.keep_logits_bytes,
     )  # fmt: skip
 
 
@@ -104,9 +108,9 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    incoming, wanted, problem = Incoming(*arguments[:5]), Wanted(*arguments[5]), problem_of(*arguments[6:])
+    incoming, wanted, problem = Incoming(*arguments[:5]), Wanted(*arguments[6]), problem_of(*arguments[7:])
     problem.check()
-    return backward(problem, incoming, wanted)
+    return backward(problem, incoming, wanted, kept=kept_logits(problem, arguments[5]))
 
 
 def fake_gradients(wanted: list[bool], hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -115,15 +119,18 @@ def fake_gradients(wanted: list[bool], hidden: Tensor, weight: Tensor) -> tuple[
 
 
 declare(
-    f"linear_logprob_entropy({_ARGUMENTS}) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    f"linear_logprob_entropy({_ARGUMENTS}) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum, "
+    "Tensor kept_logits)",
     _forward_kernel,
-    lambda hidden, *_: new_row_statistics(hidden),
+    # Without the arguments of a shard, whose process group may not exist in a trace.
+    lambda *arguments: (*new_row_statistics(arguments[0]), new_room_for_logits(problem_of(*arguments[:17]))),
 )
 declare(
     "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor entropy, Tensor row_max, "
-    f"Tensor log_sum, bool[3] wanted, {_ARGUMENTS}) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    f"Tensor log_sum, Tensor kept_logits, bool[3] wanted, {_ARGUMENTS}) "
+    "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     _backward_kernel,
-    lambda *arguments: fake_gradients(*arguments[5:8]),
+    lambda *arguments: fake_gradients(*arguments[6:9]),
 )
 
 
@@ -154,7 +161,7 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
     the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call the
     functions in ``at_backward``.
     """
-    logprob, entropy, _, _ = _head(at_backward, arguments_of(problem))
+    logprob, entropy, *_ = _head(at_backward, arguments_of(problem))
     return logprob, entropy
 
 
@@ -218,7 +225,8 @@ class _AsksAtBackward(torch.autograd.Function):
 
 def _run_backward(values: dict[str, Any], wanted: Wanted, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     problem = problem_of(**{name: values[name] for name in argument_names("linear_logprob_entropy")})
-    return backward(problem, Incoming(*(values[name] for name in Incoming._fields)), wanted, into)
+    incoming = Incoming(*(values[name] for name in Incoming._fields))
+    return backward(problem, incoming, wanted, into, kept_logits(problem, values["kept_logits"]))
 
 
 _head = HeadWithGradient("linear_logprob_entropy", _gradient, _run_backward)

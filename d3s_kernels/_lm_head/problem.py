@@ -8,7 +8,7 @@ tensors and numbers, so ``op.py`` converts the problem to the op's arguments, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from .._dispatch import ops
 if TYPE_CHECKING:
     from .._collectives import Ranks
 
+LogitsDtype = torch.dtype | Literal["auto"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -105,6 +106,7 @@ class HeadProblem(NamedTuple):
     max_grad_rows: int | None = None
     logits_dtype: torch.dtype = torch.float32
     workspace_bytes: int | None = None
+    keep_logits_bytes: int | None = None
     supports: OptionalSupports = NO_SUPPORTS
     shard: Shard = WHOLE
 
@@ -194,6 +196,8 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"logit_softcap: got {cap}; takes a finite number above 0")
         if room is not None and room <= 0:
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
+        if self.keep_logits_bytes is not None and self.keep_logits_bytes < 0:
+            raise ValueError(f"keep_logits_bytes: got {self.keep_logits_bytes}; takes at least 0")
 
     def _check_supports(self) -> None:
         """Checks the sampling mask with the checks of an op that takes logits. The op gets one uninitialised row of
@@ -261,8 +265,9 @@ def checked_problem(
     mask: Tensor | None,
     max_rows: int | None,
     max_grad_rows: int | None = None,
-    logits_dtype: torch.dtype,
+    logits_dtype: LogitsDtype,
     workspace_bytes: int | None,
+    keep_logits_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
     supports: Callable[[Tensor], OptionalSupports] = lambda _: NO_SUPPORTS,
     shard: Shard = WHOLE,
@@ -278,16 +283,26 @@ def checked_problem(
     require_optional_tensors(hidden, bias=bias, weight_grad_into=weight_grad_into)
     mask = checked_mask(mask, hidden)
     require_no_tangent(**{"hidden": hidden, name: weight, "bias": bias})
-    require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
+    require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows)
+    require_whole(workspace_bytes=workspace_bytes, keep_logits_bytes=keep_logits_bytes)
     if logit_softcap is not None:
         require_number(logit_softcap=logit_softcap)
-    if not isinstance(logits_dtype, torch.dtype):
-        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+    if not isinstance(logits_dtype, torch.dtype) and logits_dtype != "auto":
+        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype or 'auto'")
     hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
+    logits_dtype = hidden.dtype if logits_dtype == "auto" else logits_dtype
+    if keep_logits_bytes is not None and keep_logits_bytes > 0 and not has_gradient(hidden, weight, bias):
+        keep_logits_bytes = None
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(*temperature_argument(temperature, hidden)), logit_softcap, mask,
-        max_rows, max_grad_rows, logits_dtype, workspace_bytes, supports(hidden), shard,
+        max_rows, max_grad_rows, logits_dtype, workspace_bytes, keep_logits_bytes, supports(hidden), shard,
     )  # fmt: skip
+
+
+def has_gradient(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Returns whether autograd will ask for a gradient of one of these tensors."""
+    needs = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return torch.is_grad_enabled() and needs
 
 
 # ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------

@@ -30,6 +30,15 @@ _WIDE_BYTES = 8 << 20  # the size of a float32 piece in bytes: small enough to s
 # vocabulary, and its terms mostly cancel.
 _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
+# Products on a GPU whose terms are cut into parts. They have run on no GPU yet, so only the benchmarks switch them on.
+SPLITS = False
+_BLOCK = 128, 256  # rows and columns that a multiprocessor computes at a time, in bfloat16
+_TERM_OF_A_BLOCK = 2 * 128 * 256 / (800e12 / 132)  # seconds for one term of all sums of a block
+_TERM_OF_A_SUM = 8 / 4.3e12  # seconds to write and read one partial sum
+_SHALLOWEST = 2048  # terms of a part; with fewer terms, a block's begin and end take a part of its time
+_UNIT = 1024  # with partial sums, a tile has a multiple of this many ids
+_ALIGNED = 8  # a part begins at a multiple of this, 16 bytes in half precision
+
 
 class Head(NamedTuple):
     """The parameters of an LM head, and the dtype of its logits."""
@@ -158,6 +167,56 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
                 part.add_(left @ right)
 
 
+class PartialSums:
+    """Sums of products, float32 ``[rows, columns]``, as one partial sum for each part of the terms. On a GPU, a product
+    of few rows and many terms has too few blocks to keep all multiprocessors busy; in parts it has more blocks. At the
+    end, the partial sums are added in a fixed order.
+    """
+
+    def __init__(self, parts: Tensor) -> None:
+        self._parts = parts  # [parts, rows, columns]
+
+    def add(self, place: slice, a: Tensor, b: Tensor, first: bool) -> None:
+        """Adds ``a @ b`` to the rows in ``place``. If ``first``, these rows are overwritten."""
+        sums = self._parts[:, place]
+        parts, rows, columns = sums.shape
+        terms = a.shape[1] // (parts * _ALIGNED) * _ALIGNED  # of each part
+        if parts > 1:
+            left = a[:, : parts * terms].view(rows, parts, terms).transpose(0, 1)
+            right = b[: parts * terms].view(parts, terms, columns)
+            beta = 0 if first else 1
+            if a.dtype == sums.dtype:
+                torch.baddbmm(sums, left, right, beta=beta, out=sums)
+            else:
+                torch.baddbmm(sums, left, right, out_dtype=sums.dtype, beta=beta, out=sums)
+            a, b, first = a[:, parts * terms :], b[parts * terms :], False
+        if a.shape[1] or first:
+            add_product(sums[0], a, b, first)
+
+    def total(self) -> Tensor:
+        return self._parts[0] if len(self._parts) == 1 else self._parts.sum(0)
+
+
+def parts_of(rows: int, columns: int, terms: int, room: int) -> int:
+    """Returns into how many parts the terms of a product are cut. The number depends only on the product's shape and on
+    ``room``, the number of partial sums of one part that there is memory for, so equal products have equal bits.
+
+    A multiprocessor computes a block at a time. If 56 blocks are given to 132 multiprocessors, 76 of these do nothing.
+    Parts make more blocks, but their partial sums are written and read. The numbers are those of an H100, and of GPUs
+    with 132 and with 148 multiprocessors.
+    """
+    blocks = -(-rows // _BLOCK[0]) * -(-columns // _BLOCK[1])
+
+    def seconds(parts: int) -> float:
+        waves = sum(-(-blocks * parts // processors) for processors in (132, 148)) / 2
+        return waves * terms / parts * _TERM_OF_A_BLOCK + (parts - 1) * rows * columns * _TERM_OF_A_SUM
+
+    most = max(1, min(1 + room, terms // _SHALLOWEST))
+    possible = [parts for parts in (1, 2, 4, 8, 16, 32, 64) if parts <= most]
+    fastest = min(map(seconds, possible))
+    return next(parts for parts in possible if seconds(parts) <= 1.03 * fastest)  # fewer parts take less memory
+
+
 def _sums_apart(values: Tensor) -> bool:
     """Returns whether a product must be computed separately, before it is added to a total. Some BLAS libraries for
     CPUs would add each term to the total, and lose a digit or two over a whole vocabulary.
@@ -203,7 +262,7 @@ SIZES["xpu"] = SIZES["cuda"]
 
 class Tiles(NamedTuple):
     """Tiles of rows x vocabulary. Kernels cut a row into slices. Tiles are cut only between slices, so that results are
-    bitwise equal to results without tiles.
+    bitwise equal to results without tiles. No tile has both ids whose logits are kept and other ids.
     """
 
     rows: int
@@ -211,12 +270,16 @@ class Tiles(NamedTuple):
     row_step: int
     token_step: int
     buffer: Tensor
+    kept: int = 0  # the logits of the first ids, up to this id, are kept
+    parts: int = 1  # the parts in which the gradient of the hidden states is summed
 
     @classmethod
-    def cut(cls, hidden: Tensor, problem: HeadProblem) -> Tiles:
-        """Cuts the tiles of the problem's vocabulary and some packed rows of its hidden states."""
+    def cut(cls, hidden: Tensor, problem: HeadProblem, kept: int = 0, *, sums: bool | None = None) -> Tiles:
+        """Cuts the tiles of the problem's vocabulary and some packed rows of its hidden states. ``sums`` says for a
+        backward whether the gradient of the hidden states is computed. Its partial sums take memory of the workspace.
+        """
         sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
-        rows, vocabulary, dtype = hidden.shape[0], problem.weight.shape[0], problem.logits_dtype
+        (rows, columns), vocabulary, dtype = hidden.shape, problem.weight.shape[0], problem.logits_dtype
         elements = (problem.workspace_bytes or sizes.workspace_bytes) // dtype.itemsize
         length = whole_vectors(vocabulary, dtype)
         # A tile has as many rows as the workspace can hold for one slice. So the weight is read only a few times, and
@@ -226,22 +289,30 @@ class Tiles(NamedTuple):
         row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
         if row_step < rows:
             row_step = min(fitting, -(-row_step // sizes.row_multiple) * sizes.row_multiple)
+        parts, unit = 1, slice_tokens
+        if sums and rows * columns and SPLITS and widens(hidden):
+            of_a_part = 4 * rows * columns // dtype.itemsize
+            unused = elements - row_step * min(slice_tokens, length)
+            parts = parts_of(rows, columns, vocabulary, unused // of_a_part)
+            if parts > 1:
+                elements, unit = elements - (parts - 1) * of_a_part, _UNIT  # gradients do not depend on slices
         token_step = max(1, vocabulary)  # a shard may have no ids
         if row_step * length > elements:  # if not all ids fit: as few tiles as possible, of about equal size
-            fitting_tokens = elements // row_step // slice_tokens * slice_tokens
-            tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
-            token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens
-        room = row_step * whole_vectors(token_step, dtype)
+            fitting_tokens = elements // row_step // unit * unit
+            tiles = -(-vocabulary // max(unit, fitting_tokens))
+            token_step = -(-vocabulary // (tiles * unit)) * unit
+        in_place = sums is None and kept == vocabulary  # the forward writes all logits to the memory that keeps them
+        room = 0 if in_place else row_step * whole_vectors(token_step, dtype)
         buffer = torch.empty(room, dtype=dtype, device=hidden.device)
-        return cls(rows, vocabulary, row_step, token_step, buffer)
+        return cls(rows, vocabulary, row_step, token_step, buffer, kept, parts)
 
     def row_slices(self) -> Iterator[slice]:
         for begin in range(0, self.rows, self.row_step):
             yield slice(begin, min(self.rows, begin + self.row_step))
 
     def token_slices(self) -> Iterator[slice]:
-        for begin in range(0, self.vocabulary, self.token_step):
-            yield slice(begin, min(self.vocabulary, begin + self.token_step))
+        for first, end in ((0, self.kept), (self.kept, self.vocabulary)):
+            yield from (slice(begin, min(end, begin + self.token_step)) for begin in range(first, end, self.token_step))
 
     def room(self, rows: slice, tokens: slice) -> Tensor:
         """Returns the memory for a tile. Each row of the tile begins at a multiple of 64 bytes."""
@@ -250,15 +321,42 @@ class Tiles(NamedTuple):
         return self.buffer[: height * length].view(height, length)[:, :width]
 
 
-def tiles_of_logits(problem: HeadProblem, hidden: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
+def tiles_of_logits(
+    problem: HeadProblem, hidden: Tensor, kept: Tensor | None = None
+) -> Iterator[tuple[slice, int, Tensor]]:
     """Computes the logits of packed rows tile by tile. Yields the rows of a tile, its first id, and its logits, which
-    the next tile overwrites. The tiles of a row come in the order of the vocabulary.
+    the next tile overwrites, unless they are written to ``kept``. The tiles of a row come in the order of the
+    vocabulary.
     """
-    head, tiles = Head.of(problem), Tiles.cut(hidden, problem)
+    head, tiles = Head.of(problem), Tiles.cut(hidden, problem, 0 if kept is None else kept.shape[1])
     for rows in tiles.row_slices():
         for tokens in tiles.token_slices():
-            logits = head.logits(hidden[rows], tokens, tiles.room(rows, tokens))
-            yield rows, problem.shard.token(tokens.start), logits
+            keeps = kept is not None and tokens.stop <= kept.shape[1]
+            out = kept[rows, tokens] if kept is not None and keeps else tiles.room(rows, tokens)
+            yield rows, problem.shard.token(tokens.start), head.logits(hidden[rows], tokens, out)
+
+
+# ---- kept logits: the forward's logits of the first ids, within problem.keep_logits_bytes ---------------------------
+
+
+def new_room_for_logits(problem: HeadProblem) -> Tensor:
+    """Allocates the memory in which the forward keeps logits, ``[rows, logits]``; empty if it keeps none. The shape
+    does not depend on the mask, whose values are unknown to a trace.
+    """
+    rows, budget, supports = problem.rows, problem.keep_logits_bytes or 0, problem.supports.given
+    if problem.mask is not None and problem.max_rows is not None:
+        rows = min(rows, problem.max_rows)
+    dtype, tokens = problem.logits_dtype, 0
+    if rows and budget and not supports:
+        fitting, unit = budget // (rows * dtype.itemsize), SLICES[problem.hidden.device.type]
+        tokens = whole_vectors(problem.weight.shape[0], dtype)
+        tokens = tokens if tokens <= fitting else fitting // unit * unit
+    return problem.hidden.new_empty((rows if tokens else 0, tokens), dtype=dtype)
+
+
+def kept_logits(problem: HeadProblem, room: Tensor) -> Tensor | None:
+    """Returns the kept logits ``[rows, ids]`` in memory from :func:`new_room_for_logits`, or None if none are kept."""
+    return room[:, : problem.weight.shape[0]] if room.numel() else None
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:

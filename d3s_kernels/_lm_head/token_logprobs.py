@@ -33,7 +33,7 @@ from .backward import AtTokens, Incoming, Wanted, of_active_rows
 from .forward import PackedRows, no_logits
 from .op import HEAD, HEAD_SHARD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import tiles_of_logits, without_autocast
+from .products import kept_logits, new_room_for_logits, tiles_of_logits, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -234,23 +234,24 @@ def token_logprobs(
 
 @without_autocast
 def _forward(problem: HeadProblem, token_ids: Tensor) -> tuple[Tensor, ...]:
-    shape, rows = problem.labels.shape, PackedRows.of(problem)
+    shape, room = problem.labels.shape, new_room_for_logits(problem)
+    rows = PackedRows.of(problem, *(_flat(values, shape) for values in (problem.labels, token_ids)))
     if rows is None:
-        return tuple(fake.fill_(torch.nan) for fake in _fake_results(problem.hidden, token_ids))
-    targets, ids = (rows.gather(_flat(values, shape)) for values in (problem.labels, token_ids))
-    temperature, taken = rows.temperature, Taken.nothing(ids, rows.hidden)
-    for r, first, logits in tiles_of_logits(problem, rows.hidden):
+        return *(fake.fill_(torch.nan) for fake in _fake_results(problem.hidden, token_ids)), room
+    (targets, ids), temperature = rows.values, rows.temperature
+    taken = Taken.nothing(ids, rows.hidden)
+    for r, first, logits in tiles_of_logits(problem, rows.hidden, kept_logits(problem, room)):
         _op.token_softmax_state_.default(
             taken.state[r], taken.logits[r], logits, targets[r], ids[r], first, *temperature.map_rows(itemgetter(r))
         )
     found = taken.finished(problem.shard, ids, targets, None, temperature)
     logprobs, *of_rows = rows.scatter(found, problem.rows)
-    return logprobs.view(token_ids.shape), *(output.view(shape) for output in of_rows)
+    return logprobs.view(token_ids.shape), *(output.view(shape) for output in of_rows), room
 
 
 @without_autocast
 def _backward(
-    problem: HeadProblem, token_ids: Tensor, grads: Grads, results: Results, wanted: Wanted
+    problem: HeadProblem, token_ids: Tensor, grads: Grads, results: Results, room: Tensor, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat = partial(_flat, rows=problem.labels.shape)
     incoming, tokens = _at_tokens(
@@ -261,7 +262,7 @@ def _backward(
     assert incoming.grad_entropy is not None
     active = (incoming.grad_logprob != 0) | (incoming.grad_entropy != 0) | (tokens.values != 0).any(1)
     tail = problem._replace(labels=torch.full_like(problem.labels, _IN_NO_TILE, dtype=torch.int32))
-    return of_active_rows(tail, incoming, active, wanted, tokens)
+    return of_active_rows(tail, incoming, active, wanted, tokens, kept=kept_logits(problem, room))
 
 
 def _checked(*arguments: Any) -> tuple[HeadProblem, Tensor]:
@@ -296,26 +297,27 @@ def _run_backward(values: dict[str, Any], wanted: Wanted, into: Tensor | None) -
     problem = problem_of(**{name: values[name] for name in names})
     grads = Grads(*(values[f"grad_{name}"] for name in Grads._fields))
     results = Results(*(values[name] for name in Results._fields))
-    return _backward(problem, values[token_ids], grads, results, wanted._replace(weight_grad_into=into))
+    room = values["kept_logits"]
+    return _backward(problem, values[token_ids], grads, results, room, wanted._replace(weight_grad_into=into))
 
 
 def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grads, results, wanted = Grads(*arguments[:4]), Results(*arguments[4:10]), Wanted(*arguments[10])
-    problem, token_ids = _checked(*arguments[11:])
-    return _backward(problem, token_ids, grads, results, wanted)
+    grads, results, room, wanted = Grads(*arguments[:4]), Results(*arguments[4:10]), *arguments[10:12]
+    problem, token_ids = _checked(*arguments[12:])
+    return _backward(problem, token_ids, grads, results, room, Wanted(*wanted))
 
 
 _ARGUMENTS = f"Tensor token_ids, {HEAD}, {HEAD_SHARD}"
 declare(
-    f"linear_token_logprobs({_ARGUMENTS}) -> ({_RESULTS})",
+    f"linear_token_logprobs({_ARGUMENTS}) -> ({_RESULTS}, Tensor kept_logits)",
     _forward_kernel,
-    lambda token_ids, hidden, *_: _fake_results(hidden, token_ids),
+    lambda *arguments: (*_fake_results(arguments[1], arguments[0]), new_room_for_logits(problem_of(*arguments[1:14]))),
 )
 declare(
-    f"linear_token_logprobs_backward({_GRADS}, {_RESULTS}, bool[3] wanted, {_ARGUMENTS}) "
+    f"linear_token_logprobs_backward({_GRADS}, {_RESULTS}, Tensor kept_logits, bool[3] wanted, {_ARGUMENTS}) "
     "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     _backward_kernel,
-    lambda *arguments: fake_gradients(arguments[10], *arguments[12:14]),
+    lambda *arguments: fake_gradients(arguments[11], *arguments[13:15]),
 )
 _gradient = Gradient("linear_token_logprobs", "linear_token_logprobs_backward")
 register_gradient("linear_token_logprobs", _gradient)

@@ -16,7 +16,7 @@ from .._arguments.checks import (
 )
 from .._dispatch import ops
 from .._lm_head import op
-from .._lm_head.problem import HeadProblem, checked_problem
+from .._lm_head.problem import HeadProblem, LogitsDtype, checked_problem
 from ..support.sampling_mask import LabelOutside, SamplingMask, SamplingOptions
 from .agreement import agree
 from .vocabulary import Group, ShardedArgument
@@ -155,8 +155,9 @@ def vocab_parallel_linear_logprob_entropy(
     mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: LogitsDtype = torch.float32,
     workspace_bytes: int | None = None,
+    keep_logits_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     label_outside: LabelOutside = "nan",
@@ -178,9 +179,10 @@ def vocab_parallel_linear_logprob_entropy(
     be the same on all ranks. ``hidden.grad`` is complete, and must not be summed over these ranks again, unless
     ``sum_hidden_grad`` is False.
 
-    All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` must
-    be the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
-    ``weight_grad_into`` sharded like ``weight_shard``, and all others replicated on these ranks.
+    All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes``, ``keep_logits_bytes`` and
+    ``weight_grad_into`` must be the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be
+    DTensors too: ``bias`` and ``weight_grad_into`` sharded like ``weight_shard``, and all others replicated on these
+    ranks.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need the gradient of
@@ -206,9 +208,10 @@ def vocab_parallel_linear_logprob_entropy(
         max_grad_rows: the caller's bound on the number of rows with a gradient. With a bound, the backward causes no
             host sync, and the all-reduce carries as many rows as the bound; if the bound is exceeded, all gradients are
             NaN.
-        logits_dtype: the dtype to which logits are rounded: ``torch.float32``, or the dtype that hidden states, weight
-            and bias share.
+        logits_dtype: the dtype to which logits are rounded: ``torch.float32``; or the dtype that hidden states, weight
+            and bias share, which ``"auto"`` stands for.
         workspace_bytes: memory for a tile of logits; None means 512 MiB on a GPU and 32 MiB on a CPU.
+        keep_logits_bytes: as in :func:`d3s_kernels.linear_logprob_entropy`, for the logits of this shard.
         weight_grad_into: a contiguous tensor with the shape of ``weight_shard``, in float32. It may also have the dtype
             of ``weight_shard``, if hidden states, weight and bias share this dtype. Every backward **adds** the
             weight's gradient to this tensor, even a backward that asks only for other gradients. No backward zeroes the
@@ -257,7 +260,7 @@ def vocab_parallel_linear_logprob_entropy(
         problem = checked_problem(
             hidden, sharded.local, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
             max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
-            weight_grad_into=into, supports=sampling.supports, shard=shard,
+            keep_logits_bytes=keep_logits_bytes, weight_grad_into=into, supports=sampling.supports, shard=shard,
         )  # fmt: skip
         problem.require_ready()
         return problem

@@ -11,7 +11,7 @@ from .._arguments.checks import checked_mask, require_no_tangent, require_readab
 from .._dispatch import ops
 from .._lm_head import op
 from .._lm_head import token_logprobs as given_ids
-from .._lm_head.problem import HeadProblem, checked_problem
+from .._lm_head.problem import HeadProblem, LogitsDtype, checked_problem
 from .._lm_head.token_logprobs import TokenLogprobs, require_ids_of_rows, with_labels
 from .agreement import agree
 from .vocabulary import Group, ShardedArgument
@@ -108,8 +108,9 @@ def vocab_parallel_linear_token_logprobs(
     mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: LogitsDtype = torch.float32,
     workspace_bytes: int | None = None,
+    keep_logits_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
     vocab_size: int | None = None,
     sum_hidden_grad: bool = True,
@@ -129,7 +130,7 @@ def vocab_parallel_linear_token_logprobs(
         token_ids, labels: as in :func:`vocab_parallel_token_logprobs`, for the rows of ``hidden``.
         vocab_start, process_group, bias, temperature, logit_softcap, mask, max_rows, max_grad_rows: as in
             :func:`vocab_parallel_linear_logprob_entropy`.
-        logits_dtype, workspace_bytes, weight_grad_into, vocab_size, sum_hidden_grad: as there.
+        logits_dtype, workspace_bytes, keep_logits_bytes, weight_grad_into, vocab_size, sum_hidden_grad: as there.
 
     Returns:
         :class:`d3s_kernels.TokenLogprobs`, the same on all ranks of the group.
@@ -161,7 +162,8 @@ def vocab_parallel_linear_token_logprobs(
         problem = checked_problem(
             hidden, sharded.local, with_labels(labels, token_ids), bias=bias, temperature=temperature,
             logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
-            logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, weight_grad_into=into, shard=sharded.shard,
+            logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, keep_logits_bytes=keep_logits_bytes,
+            weight_grad_into=into, shard=sharded.shard,
         )  # fmt: skip
         problem.require_ready()
         return problem

@@ -17,7 +17,7 @@ from .._arguments.checks import (
 )
 from .._dispatch import ops
 from .._lm_head import topk_logprobs as largest
-from .._lm_head.problem import HeadProblem, checked_problem
+from .._lm_head.problem import HeadProblem, LogitsDtype, checked_problem
 from .._lm_head.topk_logprobs import TopkLogprobs
 from .agreement import agree
 from .vocabulary import Group, ShardedArgument
@@ -104,7 +104,7 @@ def vocab_parallel_linear_topk_logprobs(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     max_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: LogitsDtype = torch.float32,
     workspace_bytes: int | None = None,
     vocab_size: int | None = None,
 ) -> TopkLogprobs:

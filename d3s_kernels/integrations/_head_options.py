@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from ..selection.options import one_of, option
+from ..selection.options import one_of, option, whole
 
 LogitsDtype = Literal["float32", "auto"]
 
@@ -27,7 +27,15 @@ class HeadOptions:
         one_of(*get_args(LogitsDtype)),
     )
 
+    keep_logits_bytes: int = option(
+        0,
+        "How many bytes of the logits of a micro-batch our LM head keeps from its forward, so that its backward does "
+        "not compute them again. The trainer does not know how much memory is free beside the activations, so it keeps "
+        "none unless this number is given.",
+        whole(0),
+    )
 
-def dtype_of_logits(logits_dtype: LogitsDtype, products: torch.dtype) -> torch.dtype:
-    """Returns the dtype that the option means, for a head whose matrix products have the dtype ``products``."""
-    return {"float32": torch.float32, "auto": products}[logits_dtype]
+    def head_arguments(self, products: torch.dtype) -> dict[str, Any]:
+        """Returns the options as arguments of our head, whose matrix products have the dtype ``products``."""
+        logits_dtype = {"float32": torch.float32, "auto": products}[self.logits_dtype]
+        return {"logits_dtype": logits_dtype, "keep_logits_bytes": self.keep_logits_bytes}

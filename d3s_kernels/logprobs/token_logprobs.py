@@ -13,7 +13,7 @@ from .._arguments.checks import (
 )
 from .._lm_head import op
 from .._lm_head import token_logprobs as given_ids
-from .._lm_head.problem import WHOLE, checked_problem
+from .._lm_head.problem import WHOLE, LogitsDtype, checked_problem
 from .._lm_head.token_logprobs import TokenLogprobs, require_ids_of_rows, with_labels
 
 
@@ -80,8 +80,9 @@ def linear_token_logprobs(
     mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: LogitsDtype = torch.float32,
     workspace_bytes: int | None = None,
+    keep_logits_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
 ) -> TokenLogprobs:
     """Returns :func:`token_logprobs` of ``hidden @ weight.T + bias``, without ever holding all logits in memory.
@@ -95,7 +96,7 @@ def linear_token_logprobs(
         weight: ``[V, H]``, the dtype of ``hidden``; or one of the two is float32.
         token_ids, labels: as in :func:`token_logprobs`, for the rows of ``hidden``.
         bias, temperature, logit_softcap, mask: as in :func:`d3s_kernels.linear_logprob_entropy`.
-        max_rows, max_grad_rows, logits_dtype, workspace_bytes, weight_grad_into: as there.
+        max_rows, max_grad_rows, logits_dtype, workspace_bytes, keep_logits_bytes, weight_grad_into: as there.
 
     Returns:
         :class:`TokenLogprobs`.
@@ -116,6 +117,7 @@ def linear_token_logprobs(
     problem = checked_problem(
         hidden, weight, with_labels(labels, token_ids), bias=bias, temperature=temperature,
         logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
-        logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, weight_grad_into=weight_grad_into,
+        logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, keep_logits_bytes=keep_logits_bytes,
+        weight_grad_into=weight_grad_into,
     )  # fmt: skip
     return given_ids.linear_token_logprobs(problem, token_ids, op.adding_to(weight_grad_into))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._arguments.checks import checked_mask, require_no_tangent, require_tensors, require_whole, temperature_argument
 from .._lm_head import topk_logprobs as largest
-from .._lm_head.problem import WHOLE, checked_problem
+from .._lm_head.problem import WHOLE, LogitsDtype, checked_problem
 from .._lm_head.topk_logprobs import TopkLogprobs
 
 
@@ -56,7 +56,7 @@ def linear_topk_logprobs(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     max_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: LogitsDtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> TopkLogprobs:
     """Returns :func:`topk_logprobs` of ``hidden @ weight.T + bias``, without ever holding all logits in memory.

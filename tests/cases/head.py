@@ -47,8 +47,8 @@ def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes
 
 
 def _meaning(**given: Any) -> tuple[Any, ...]:
-    """The results of the public function. The op's two others matter only for the gradient, which is compared."""
-    return *public("linear_logprob_entropy")(**given), None, None
+    """The results of the public function. The op's others matter only for the gradient, which is compared."""
+    return *public("linear_logprob_entropy")(**given), None, None, None
 
 
 def head_arguments(draw: Draw) -> Arguments:
@@ -61,13 +61,14 @@ def head_arguments(draw: Draw) -> Arguments:
     return given
 
 
-@op(_meaning, "row_max", "log_sum", results=_RESULTS, gradients=_GRADIENTS, served_by="composed")
+@op(_meaning, "row_max", "log_sum", "kept_logits", results=_RESULTS, gradients=_GRADIENTS, served_by="composed")
 def linear_logprob_entropy(draw: Draw) -> Arguments:
     given = head_arguments(draw)
     rows, vocabulary = tuple(given["labels"].shape), len(given["weight"])
     kept = math.prod(rows) if given["mask"] is None else int(given["mask"].sum())
     given |= draw.spans(math.prod(rows), vocabulary, given["labels"], given["mask"], bound=False)
     given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))
+    given["keep_logits_bytes"] = draw.choice((None, 1 << 30))
     given["max_grad_rows"] = draw.choice((None, kept, kept + 7, max(0, kept // 2)))
     if given["max_rows"] is not None and given["max_rows"] < kept:  # in that case no result can be differentiated
         return given
@@ -95,7 +96,7 @@ def _logits(given: Arguments) -> Tensor:
 @op(_meaning_of_backward, results=_GRADIENTS, served_by="composed")
 def linear_logprob_entropy_backward(draw: Draw) -> Arguments:
     given: Arguments = {"temperature": 1.0, "temperature_tensor": None} | detached(linear_logprob_entropy(draw))
-    given["max_rows"] = None  # a bound that only the forward has
+    given |= {"max_rows": None, "kept_logits": torch.empty(0, 0)}  # a bound and logits that only the forward has
     given["max_grad_rows"] = draw.choice((None, math.prod(given["labels"].shape)))
     wanted = draw.choice(([True, True, True], [True, False, False], [False, True, False]))
     given["wanted"] = [*wanted[:2], wanted[2] and given["bias"] is not None]

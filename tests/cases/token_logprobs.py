@@ -235,13 +235,14 @@ def _head(draw: Draw) -> Arguments:
 
 
 def _meaning_of_head(**given: Any) -> tuple[Any, ...]:
-    return *public("linear_token_logprobs")(**given), None, None
+    return *public("linear_token_logprobs")(**given), None, None, None
 
 
 @op(
     _meaning_of_head,
     "tail_max",
     "tail_log_sum",
+    "kept_logits",
     results={name: _of_head(name) for name in NAMES},
     gradients={name: _of_head(name) for name in ("hidden", "weight", "bias")},
     served_by="composed",
@@ -250,6 +251,7 @@ def linear_token_logprobs(draw: Draw) -> Arguments:
     given = _head(draw)
     kept = given["labels"].numel() if given["mask"] is None else int(given["mask"].sum())
     given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))
+    given["keep_logits_bytes"] = draw.choice((None, 1 << 30))
     if given["max_rows"] is not None and given["max_rows"] < kept:  # in that case no result can be differentiated
         return given
     given["max_grad_rows"] = draw.choice((None, kept, kept + 7))
@@ -278,7 +280,7 @@ def _meaning_of_backward(wanted: Sequence[bool], **given: Any) -> tuple[Tensor |
     served_by="composed",
 )
 def linear_token_logprobs_backward(draw: Draw) -> Arguments:
-    given = detached(_head(draw)) | {"max_rows": None}
+    given = detached(_head(draw)) | {"max_rows": None, "kept_logits": torch.empty(0, 0)}
     wanted = draw.choice(([True, True, True], [True, False, False], [False, True, False]))
     given["wanted"] = [*wanted[:2], wanted[2] and given["bias"] is not None]
     head = (given[name] for name in ("hidden", "weight", "bias", "logit_softcap"))

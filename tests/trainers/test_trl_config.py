@@ -35,7 +35,7 @@ def test_defaults_are_the_papers() -> None:
     expected = {
         "entropy_from": "auto", "importance_sampling_level": "token", "espo_quantiles": [0.8], "espo_alpha": 0.02,
         "espo_denominator": "self", "sampling_mask": False, "max_kept": 512, "logits_dtype": "float32",
-        "order_rows": "auto", "keep_all": False,
+        "keep_logits_bytes": 0, "order_rows": "auto", "keep_all": False,
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
     schedule = D3SConfig("out", keep_all=True, num_generations=8, use_cpu=True, bf16=False).schedule()
@@ -52,6 +52,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("keep_all", 1, "true or false"),
     ("order_rows", "length", "'auto' or 'work' or 'none'"),
     ("logits_dtype", "bfloat16", "'float32' or 'auto'"),
+    ("keep_logits_bytes", -1, "a whole number of at least 0"),
     ("advantages_from", "group", "'all' or 'kept'"),
     *(("rollouts_end", value, SHARE) for value in (math.inf, math.nan, "half")),
     ("rollout_rule", "variance", "'max_variance' or 'highest' or 'largest_abs' or 'percentile' or 'random'"),
@@ -145,7 +146,8 @@ CHANGED: dict[str, Any] = {
     "advantages_from": "kept", "selection_page_steps": 7, "importance_sampling_level": "entropy_group",
     "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old", "sampling_mask": True, "max_kept": 64,
     "refill": 2, "off_policy_rule": "token_mask", "off_policy_low": 0.4, "off_policy_high": 4.0,
-    "logits_dtype": "auto", "order_rows": "work", "group_variance_mass": 0.5, "drop_shared_tokens": True,
+    "logits_dtype": "auto", "keep_logits_bytes": 1 << 30, "order_rows": "work", "group_variance_mass": 0.5,
+    "drop_shared_tokens": True,
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from tiny_trl import trainer
 
 from d3s_kernels import UnsupportedHead
 from d3s_kernels._lm_head.from_model import read_head
+from d3s_kernels.integrations._head_options import HeadOptions
 from d3s_kernels.integrations.trl import head as our_head
 from d3s_kernels.integrations.trl.head import OurHead, check_head, d3s_head
 
@@ -202,19 +203,22 @@ def test_auto_rounds_logits_as_trls_head_does() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         theirs = our_head._TRLS_HEAD.apply(hidden, weight, bias, *more)[:2]
         auto, wide = (
-            OurHead(logits_dtype=dtype).apply(hidden, weight, bias, *more)[:2] for dtype in ("auto", "float32")
+            OurHead(options=HeadOptions(logits_dtype=dtype)).apply(hidden, weight, bias, *more)[:2]
+            for dtype in ("auto", "float32")
         )
     for same, other, trls in zip(auto, wide, theirs, strict=True):
         assert (same - trls).norm() < 0.1 * (other - trls).norm()
 
 
-@pytest.mark.parametrize("options", [{}, {"logits_dtype": "auto"}])
-def test_the_trainers_option_reaches_the_head(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"logits_dtype": "auto", "keep_logits_bytes": 9}])
+def test_the_trainers_options_reach_the_head(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen, apply = [], OurHead.apply
-    monkeypatch.setattr(OurHead, "apply", lambda head, *more: seen.append(head.logits_dtype) or apply(head, *more))
+    monkeypatch.setattr(OurHead, "apply", lambda head, *more: seen.append(head.options) or apply(head, *more))
     made = trainer(**options)
     made.compute_loss(made.model, micro_batch(1))
-    assert seen == [options.get("logits_dtype", "float32")]
+    (found,) = seen
+    expected = {"logits_dtype": "float32", "keep_logits_bytes": 0} | options
+    assert expected == {name: getattr(found, name) for name in expected}
 
 
 # ---- heads that are taken or refused. More: test_lm_head.py, test_lm_head_of_models.py -------------------------------

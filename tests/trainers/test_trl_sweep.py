@@ -76,6 +76,7 @@ def drawn(pick: Callable[..., Any], loss: str, level: str, given: dict[str, Any]
         "rewards": pick("numbers", "numbers", "0 or 1", "small", "equal groups", "unscored"),
         "mask_truncated_completions": pick(False, False, True), "counted": pick(None, None, 0.7),
         "pad_to_multiple_of": pick(None, None, 4), "logits_dtype": pick("float32", "auto"),
+        "keep_logits_bytes": pick(0, 1 << 20),
         "rollouts_start": pick(0.25, 0.5, 2, 1.0), "rollouts_end": pick(0.5, 0.75, 1.0, 2),
         "token_ratio_start": pick(0.05, 0.1, 0.3, 1.0), "token_ratio_end": pick(0.2, 0.3, 0.5, 1.0),
         "schedule_shape": pick("linear", "linear", "cosine", "exponential"),

@@ -18,8 +18,9 @@ from batches import generation_batch, micro_batch, texts, with_sets
 from tiny_trl import model, trainer
 
 from d3s_kernels._lm_head import problem
+from d3s_kernels._lm_head.forward import HostNumber
 from d3s_kernels._lm_head.op import AtBackward
-from d3s_kernels.integrations.trl.head import HostNumber, OurHead
+from d3s_kernels.integrations.trl.head import OurHead
 from d3s_kernels.support import sampling_mask
 
 OURS = str(Path(sys.modules[OurHead.__module__].__file__ or "").parents[2])  # the package

@@ -267,17 +267,17 @@ LOGITS = "actor_rollout_ref.model.fused_kernel_options.logits_dtype"
 OURS_BESIDE = rf"{LOGITS}: got 'auto'; takes actor_rollout_ref\.model\.use_fused_kernels=true and .*=d3s beside it, sin"
 
 
-@pytest.mark.parametrize("option", [{"logits_dtype": "auto"}, {}])
-def test_the_dtype_of_its_logits_is_the_option(option: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", [{"logits_dtype": "auto", "keep_logits_bytes": 9}, {}])
+def test_the_options_of_its_logits_reach_it(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def record(*arguments: Any, logits_dtype: Any, **options: Any) -> Any:
-        seen.append(logits_dtype)
-        return linear_logprob_entropy(*arguments, logits_dtype=logits_dtype, **options)
+    def record(*arguments: Any, **options: Any) -> Any:
+        seen.append((options["logits_dtype"], options["keep_logits_bytes"]))
+        return linear_logprob_entropy(*arguments, **options)
 
     monkeypatch.setattr(head, "linear_logprob_entropy", record)
     outputs_of("d3s", make_model("d3s").bfloat16(), a_micro_batch(packed=True)[0], **option)
-    assert seen == [torch.bfloat16 if option else torch.float32]
+    assert seen == [(torch.bfloat16, 9) if option else (torch.float32, 0)]
 
 
 def test_a_dtype_of_logits_that_is_unknown_or_without_use_is_refused() -> None:

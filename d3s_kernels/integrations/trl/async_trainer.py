@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer as trl_async
 
+from ..._lm_head.forward import HostNumber
 from ..._lm_head.from_model import read_head
 from ...off_policy.trusted_tokens import TrustedTokens, weighs
 from ...rollouts.select_rollouts import groups_without_spread
@@ -35,7 +36,7 @@ from .._transformers import RunWithBudget
 from .async_config import D3SAsyncGRPOConfig
 from .async_window import Rollout, RolloutWindow
 from .counts import CountsTokens
-from .head import HostNumber, OurHead, check_head, d3s_head, updates_alone
+from .head import OurHead, check_head, d3s_head, updates_alone
 from .step import UnknownTRL
 
 OVERSIZE = "batch/dropped_oversize_total"  # TRL's counter of the samples that are longer than token_budget
@@ -255,7 +256,7 @@ class D3SAsyncGRPOTrainer(CountsTokens, RunWithBudget, AsyncGRPOTrainer):  # typ
         output.
         """
         known, alone = read_head(self.accelerator.unwrap_model(model)), updates_alone(self.accelerator)
-        head = OurHead(known, adds_to_gradients=alone, logits_dtype=self.args.logits_dtype)
+        head = OurHead(known, adds_to_gradients=alone, options=self.args)
         with d3s_head(head):
             outputs = model(**call)
         logprob, entropy = (part.flatten()[terms.positions] for part in (outputs.log_probs, outputs.entropy))

@@ -23,12 +23,13 @@ from ..._arguments.bundles import NumberOrTensor
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
 from ..._lm_head import op
+from ..._lm_head.forward import HostNumber
 from ..._lm_head.from_model import read_head, why_not_here
 from ..._lm_head.op import AtBackward
 from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
-from ..._lm_head.problem import HeadProblem
+from ..._lm_head.problem import HeadProblem, has_gradient
 from ...support.sampling_mask import SamplingMask, supports_of
-from .._head_options import LogitsDtype, dtype_of_logits
+from .._head_options import HeadOptions
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,25 +52,6 @@ def check_head(model: Any) -> None:
             warnings.warn(f"d3s_kernels: TRL's reading of the model's head is not verified. {error}", stacklevel=3)
 
 
-class HostNumber:
-    """An asynchronous copy of one integer, or of a tensor of integers, to the host. Call ``value`` after a host sync
-    that other code causes: the copy is finished then, so the call does not wait.
-    """
-
-    def __init__(self, number: Tensor) -> None:
-        self._copy, self._done = number, None
-        if number.is_cuda:
-            pinned = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
-            self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(number.device))
-
-    def value(self) -> Any:
-        """Returns the number, or a list of the numbers."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._copy.long().tolist()
-
-
 @dataclass(eq=False)
 class RowsWithGradient:
     """The number of rows that have a gradient. It is known only after the forward; until then it is None."""
@@ -85,7 +67,7 @@ class OurHead:
     adds_to_gradients: bool = False  # whether the backward may add to ``weight.grad`` directly
     kept: RowsWithGradient = field(default_factory=RowsWithGradient)
     sets: tuple[Tensor, Tensor] | None = None  # the sets of one forward's tokens, and the mask of labelled tokens
-    logits_dtype: LogitsDtype = "float32"  # the option; TRL's own head rounds logits as "auto" does
+    options: HeadOptions = field(default_factory=HeadOptions)  # TRL's own head rounds logits as "auto" does
 
     def apply(
         self,
@@ -126,9 +108,10 @@ class OurHead:
             sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
             hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature), cap,
-            logits_dtype=dtype_of_logits(self.logits_dtype, dtype),
-            supports=supports_of(sets, None if sets is None else 0, hidden),
+            supports=supports_of(sets, None if sets is None else 0, hidden), **self.options.head_arguments(dtype),
         )  # fmt: skip
+        if not has_gradient(hidden, weight, bias):
+            problem = problem._replace(keep_logits_bytes=None)
         at_backward = None if torch.compiler.is_compiling() else self._at_backward(weight, dtype)
         logprob, entropy = op.linear_logprob_entropy(problem, at_backward)
         return logprob, entropy if "entropy" in outputs else None, None, None, None

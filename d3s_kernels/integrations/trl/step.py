@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._lm_head.forward import HostNumber
 from ...support.recorder import Recorded
 from .batch import FIELDS, Batch
-from .head import HostNumber, OurHead, ScoredModel
+from .head import OurHead, ScoredModel
 from .page import PageOfBatch
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss

@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
+from ..._lm_head.forward import HostNumber
 from ..._lm_head.from_model import read_head
 from ...off_policy.trusted_tokens import TrustedTokens
 from ...rollouts.select_rollouts import Scale, groups_without_spread
@@ -68,7 +69,7 @@ from .columns import (
 from .config import D3SConfig
 from .counts import CountsTokens, means
 from .espo import as_espo
-from .head import HostNumber, OurHead, OverSets, check_head, over_sets, updates_alone
+from .head import OurHead, OverSets, check_head, over_sets, updates_alone
 from .page import PageOfBatch
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
 from .step import (
@@ -501,7 +502,7 @@ class D3STrainer(CountsTokens, RunWithBudget, GRPOTrainer):  # type: ignore[misc
         """Returns a call of TRL's method, with our head in the model."""
         model, sets = (model.model, model.sets) if isinstance(model, OverSets) else (model, None)
         known = read_head(self.accelerator.unwrap_model(model))  # in each call, since an adapter may be new
-        head = OurHead(known, logits_dtype=self.args.logits_dtype)
+        head = OurHead(known, options=self.args)
         method = super()._get_per_token_logps_and_entropies
         return Call(method, head, model, sets, None, tokens, attention, columns, more, options)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, veri
 from ...logprobs.logprob_entropy import linear_logprob_entropy
 from ...logprobs.token_logprobs import linear_token_logprobs
 from ...support.sampling_mask import SamplingMask
-from .._head_options import LogitsDtype, dtype_of_logits
+from .._head_options import HeadOptions
 from .checks import head_options
 from .distillation import Teacher, joined, teacher_of, with_losses
 from .positions import (
@@ -57,7 +57,7 @@ class Read:
     supports: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None  # as in Positions
     teacher: Teacher | None = None  # the ids of a top-k distillation loss, for the rows of the mask
-    logits_dtype: LogitsDtype = "float32"  # the option
+    options: HeadOptions = field(default_factory=HeadOptions)
     used: bool = False  # whether our head has computed the micro-batch
 
 
@@ -136,7 +136,7 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
         model = {"temperature": temperature} if self.head is None else _beside_weight(self.head, temperature, dtype)
         options: dict[str, Any] = model | {
             "mask": None if read.mask is None else read.mask.view(input_ids.shape),
-            "max_rows": read.at_most, "logits_dtype": dtype_of_logits(read.logits_dtype, dtype),
+            "max_rows": read.at_most, **read.options.head_arguments(dtype),
         }  # fmt: skip
         if read.teacher is not None:
             ids = read.teacher.token_ids.view(*input_ids.shape, -1)
@@ -217,7 +217,7 @@ def _prepare_model_inputs(original: Any, engine: Any, micro_batch: Any) -> Any:
         read.teacher = teacher_of(
             micro_batch, lambda values: _of_this_rank(values, len(labels), engine), f"{OPTION}={BACKEND}"
         )
-        read.logits_dtype = options.logits_dtype
+        read.options = options
         _READ.set(read)
     return inputs, output_args
 

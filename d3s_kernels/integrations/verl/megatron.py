@@ -28,7 +28,7 @@ from verl.workers.engine.megatron.transformer_impl import (
 
 from ..._lm_head.own_logits import UnsupportedHead, text_of
 from ...support.sampling_mask import SamplingMask
-from .._head_options import LogitsDtype, dtype_of_logits
+from .._head_options import HeadOptions
 from ..megatron.checks import require_known, require_shard, require_version, with_output_layer
 from ..megatron.shard import shard_logprob_entropy
 from .checks import head_options
@@ -54,7 +54,7 @@ class _Read:
     places: Any  # nested: for each token, 1 + the place of the position that predicts it; 0: it is not read
     positions: Positions | None  # in the order of the tokens of the micro-batch; None: all are read
     vocab_size: int
-    logits_dtype: LogitsDtype  # the option
+    options: HeadOptions
     packed_places: Tensor | None = None  # as verl packs them for this rank
     labels: Tensor | None = None  # the labels beside them
     sequence_parallel: bool = False  # whether a rank has only its part of the hidden states
@@ -64,14 +64,14 @@ class _Read:
 _READ: ContextVar[_Read | None] = ContextVar("the micro-batch that our head computes", default=None)
 
 
-def _read_of(data: Any, engine: Any, logits_dtype: LogitsDtype) -> _Read:
+def _read_of(data: Any, engine: Any, options: HeadOptions) -> _Read:
     positions, ids = positions_read(data), data["input_ids"]
     places = torch.arange(1, len(ids.values()) + 1, device=ids.device)
     if positions is not None:  # a token is predicted by the position before it
         places = torch.where(positions.mask.roll(1), places - 1, 0)
     nested = torch.nested.nested_tensor_from_jagged(places, ids.offsets())
     vocab_size = text_of(engine.model_config.hf_config).vocab_size
-    return _Read(nested, positions, vocab_size, logits_dtype)
+    return _Read(nested, positions, vocab_size, options)
 
 
 def _prepare_model_inputs(original: Any, engine: Any, batch: Any) -> Any:
@@ -86,7 +86,7 @@ def _prepare_model_inputs(original: Any, engine: Any, batch: Any) -> Any:
         return inputs
     if tu.get_non_tensor_data(batch, DISTILLATION, False):
         raise ValueError(f"{DISTILLATION}: got True; takes False with strategy=megatron and {OPTION}={BACKEND}")
-    _READ.set(_read_of(batch, engine, options.logits_dtype))
+    _READ.set(_read_of(batch, engine, options))
     return inputs
 
 
@@ -160,7 +160,7 @@ def _scores(
     scores: tuple[Tensor, Tensor] = shard_logprob_entropy(
         hidden, weight, labels, tp_group=group, sequence_parallel=read.sequence_parallel, vocab_size=read.vocab_size,
         mask=places > 0, temperature=temperature, sampling_mask=supports,
-        logits_dtype=dtype_of_logits(read.logits_dtype, hidden.dtype),
+        **read.options.head_arguments(hidden.dtype),
     )  # fmt: skip
     return scores
 
