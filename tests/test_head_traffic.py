@@ -11,9 +11,13 @@ import torch
 from helpers import slow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-from head_traffic import GPU, MIB, PAGE, VOCABULARIES, WIDTHS, backward, forward, table
+from head_traffic import GPU, MIB, PAGE, VOCABULARIES, WIDTHS, backward, forward, table, table_of_parts
+
+from d3s_kernels._lm_head.products import parts_of
 
 H, V = 3_584, 151_936
+OF_32_000 = {128: [8, 8, 8, 4], 410: [8, 4, 2, 1], 1_638: [8, 4, 4, 2], 4_096: [1, 1, 2, 1]}
+OF_262_144 = {128: [32, 16, 8, 4], 410: [8, 4, 16, 8], 1_638: [16, 8, 4, 4], 4_096: [8, 4, 4, 1]}
 INTO = {"into": torch.float32}, {"into": torch.bfloat16}
 
 
@@ -43,6 +47,40 @@ def test_rows_that_fit_are_one_tile() -> None:
     assert len(traffic.products) == 3 * -(-V // 32_768)
     shapes = [each[:3] for each in traffic.products[:3]]
     assert shapes == [(4_096, H, 32_768), (4_096, 32_768, H), (32_768, 4_096, H)]
+
+
+def test_kept_logits_are_not_computed_again() -> None:
+    """The forward needs no workspace beside them, and the backward reads only those of its rows."""
+    kept = 4 * 4_096 * V
+    assert kept <= forward(4_096, H, V, keeps=True).peak <= kept + MIB
+    for active in (4_096, 410):
+        again, found = (backward(4_096, H, V, active=active, kept=flag) for flag in (False, True))
+        assert [each for each in again.products if each.terms != H] == found.products
+        assert found.moved - again.moved <= 0.001 * again.moved
+        assert found.peak <= again.peak + MIB
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [(128, [32, 16, 8, 4]), (410, [8, 4, 16, 8]), (1_638, [16, 8, 4, 4]), (4_096, [8, 4, 2, 1])],
+    ids=str,
+)
+def test_the_gradient_of_hidden_states_in_parts(rows: int, parts: list[int]) -> None:
+    """For H = 896, 2,048, 3,584 and 8,192. The product is the same in all, and the memory is that of the workspace."""
+    widths = 896, 2_048, 3_584, 8_192
+    for width, number in zip(widths, parts, strict=True):
+        options = {"active": rows, "logits_dtype": torch.bfloat16}
+        whole, found = (backward(rows, width, V, splits=splits, **options) for splits in (False, True))
+        assert max(each.parts for each in found.products) == number
+        assert found.operations == whole.operations
+        assert found.peak <= 4 * rows * width + max(whole.peak, GPU.workspace_bytes + 2 * V * width + 10 * rows * width)
+    assert [parts_of(rows, width, 32_000, 1 << 30) for width in widths] == OF_32_000[rows]
+    assert [parts_of(rows, width, 262_144, 1 << 30) for width in widths] == OF_262_144[rows]
+
+
+def test_parts_need_memory_and_enough_terms() -> None:
+    assert parts_of(410, 3_584, V, 0) == parts_of(410, 3_584, V, -5) == parts_of(410, 3_584, 2_047, 99) == 1
+    assert [parts_of(410, 3_584, V, room) for room in (1, 14, 15)] == [2, 2, 16]
 
 
 def test_more_rows_are_cut_into_tiles_of_about_the_same_height() -> None:
@@ -92,3 +130,8 @@ def test_adding_to_the_weights_gradient_reads_and_writes_it_once(options: dict) 
 )
 def test_the_page_has_what_is_counted(width: int, vocabulary: int) -> None:
     assert table(width, vocabulary) in PAGE.read_text(encoding="utf-8"), "run python tools/head_traffic.py"
+
+
+@pytest.mark.slow("that the table of parts is what is counted")
+def test_the_page_has_the_parts() -> None:
+    assert table_of_parts() in PAGE.read_text(encoding="utf-8"), "run python tools/head_traffic.py"

@@ -48,10 +48,11 @@ class Product(NamedTuple):
     terms: int  # of each sum
     columns: int
     bytes: int  # arguments read once; the result written, and also read if the product is added to it
+    parts: int = 1  # products of this shape that are started together
 
     @property
     def operations(self) -> int:
-        return 2 * self.rows * self.terms * self.columns
+        return 2 * self.rows * self.terms * self.columns * self.parts
 
 
 _ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided"}
@@ -74,13 +75,14 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
+        if name in ("mm", "addmm", "addmm_", "baddbmm"):
             # These products write to existing memory. With fake tensors, addmm would allocate memory (and torch 2.11
             # has no wide addmm for fake tensors), so the products are recorded but not run.
             out = args[0] if name == "addmm_" else kwargs["out"]
             *total, a, b = [value for value in args if isinstance(value, Tensor)]
-            moved = _size((a, b)) + (1 + len(total)) * _size(out)
-            self.products.append(Product(a.shape[0], a.shape[1], b.shape[1], moved))
+            moved = _size((a, b)) + (1 + bool(total and kwargs.get("beta", 1))) * _size(out)
+            parts = a.shape[0] if a.dim() == 3 else 1
+            self.products.append(Product(*a.shape[-2:], b.shape[-1], moved, parts))
             return out
         result = function(*args, **kwargs)
         self.moved += moved_by(function, args, kwargs, result)
@@ -122,6 +124,9 @@ def moved_by(function: Any, args: tuple, kwargs: dict, result: Any) -> int:
         logits, *_, last = args[2:]
         gradient = last if isinstance(last, torch.dtype) else logits.dtype
         return _size((args, kwargs)) + logits.numel() * gradient.itemsize
+    if name == "logprob_entropy_backward_rows_":  # reads only the logits of the packed rows
+        logits, gradient = args[2], args[8]
+        return _size((args, kwargs)) - _size(logits) + gradient.numel() * logits.itemsize
     given = zip(args, schema.arguments, strict=False)
     written = [value for value, argument in given if argument.alias_info and argument.alias_info.is_write]
     views = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
@@ -159,9 +164,10 @@ def _problem(rows: int, width: int, vocabulary: int, softcap: float | None = Non
     return HeadProblem(hidden, weight, torch.empty(rows, dtype=torch.long), logit_softcap=softcap)
 
 
-def forward(rows: int, width: int, vocabulary: int) -> Traffic:
+def forward(rows: int, width: int, vocabulary: int, *, keeps: bool = False) -> Traffic:
+    """The forward. ``keeps`` says whether it keeps all logits."""
     with _AsOnGpu():
-        given = _problem(rows, width, vocabulary)
+        given = _problem(rows, width, vocabulary)._replace(keep_logits_bytes=1 << 40 if keeps else None)
         with Traffic(given.hidden, given.weight, given.labels) as traffic:
             head_forward(given)
     return traffic
@@ -176,20 +182,25 @@ def backward(
     frozen: bool = False,
     into: torch.dtype | None = None,
     softcap: float | None = None,
+    kept: bool = False,
+    splits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> Traffic:
     """The backward of log-probabilities. ``active`` bounds the number of rows with a gradient; with None the trace
     fails, since it would have to read a value. The weight has a gradient unless it is ``frozen``. With ``into``, this
-    gradient is added to a tensor of that dtype.
+    gradient is added to a tensor of that dtype. ``kept`` says whether the forward has kept all logits, and ``splits``
+    whether the gradient of the hidden states may be summed in parts.
     """
-    with _AsOnGpu():
+    with _AsOnGpu(), mock.patch.object(products, "SPLITS", splits):
         given = _problem(rows, width, vocabulary, softcap)
         gradient, *saved = (torch.empty(rows) for _ in range(4))
         total = None if into is None else torch.empty(vocabulary, width, dtype=into)
-        known = [given.hidden, given.weight, given.labels, gradient, *saved, *([] if total is None else [total])]
-        with Traffic(*known) as traffic:
+        given = given._replace(max_grad_rows=active, logits_dtype=logits_dtype)
+        logits = torch.empty(rows, vocabulary, dtype=logits_dtype) if kept else None
+        known = [given.hidden, given.weight, given.labels, gradient, *saved]
+        with Traffic(*known, *(tensor for tensor in (total, logits) if tensor is not None)) as traffic:
             wanted = Wanted(hidden=True, weight=not frozen, bias=False)
-            bounded = given._replace(max_grad_rows=active)
-            head_backward(bounded, Incoming(gradient, None, *saved), wanted, total)
+            head_backward(given, Incoming(gradient, None, *saved), wanted, total, logits)
     return traffic
 
 
@@ -199,6 +210,7 @@ WIDTHS, VOCABULARIES, ROWS = (896, 3_584), (151_936, 50_257), (4_096, 32_768)
 # For each kind of weight gradient: options of backward(), and the bytes per element of a returned gradient.
 KINDS = {
     "weight's gradient returned": ({}, 2),
+    "the same with kept logits": ({"kept": True}, 2),
     "weight's gradient added to a float32 tensor": ({"into": torch.float32}, 0),
     "weight's gradient added to a bfloat16 tensor": ({"into": torch.bfloat16}, 0),
     "weight frozen": ({"frozen": True}, 0),
@@ -221,7 +233,9 @@ def line(call: str, traffic: Traffic, outputs: int) -> str:
 def table(width: int, vocabulary: int) -> str:
     lines = [f"### H = {width:,}, V = {vocabulary:,}\n\n", HEAD]
     for rows in ROWS:
-        lines.append(line(f"forward, {rows:,} rows", forward(rows, width, vocabulary), 16 * rows))
+        for keeps, words in ((False, ""), (True, ", all logits kept")):
+            traffic = forward(rows, width, vocabulary, keeps=keeps)
+            lines.append(line(f"forward, {rows:,} rows{words}", traffic, 16 * rows))
         for share, (kind, (options, weight_bytes)) in product((1.0, 0.1), KINDS.items()):
             traffic = backward(rows, width, vocabulary, active=int(share * rows), **options)
             outputs = 2 * rows * width + weight_bytes * vocabulary * width
@@ -230,9 +244,41 @@ def table(width: int, vocabulary: int) -> str:
     return "".join(lines)
 
 
+def blocks(rows: int, width: int) -> int:
+    """The blocks of the product for the gradient of the hidden states."""
+    return -(-rows // products.BLOCK[0]) * -(-width // products.BLOCK[1])
+
+
+def parts(rows: int, width: int, vocabulary: int) -> int:
+    """The parts of this product, from a trace with logits in bfloat16."""
+    found = backward(rows, width, vocabulary, active=rows, splits=True, logits_dtype=torch.bfloat16)
+    return max(each.parts for each in found.products)
+
+
+def busy(count: int, processors: int) -> str:
+    """The share of the multiprocessors that have a block, on average over the waves of a product's blocks."""
+    return f"{100 * count / processors / -(-count // processors):.0f} %"
+
+
+def table_of_parts(vocabulary: int = VOCABULARIES[0]) -> str:
+    lines = [
+        f"### Parts of the gradient of the hidden states, V = {vocabulary:,}\n\n",
+        "| rows with a gradient | H | parts | blocks, one part | busy of 132; of 148 | blocks, all parts "
+        "| busy of 132; of 148 |\n",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+    ]
+    for rows, width in product((128, 410, 1_638, 4_096), (896, 2_048, 3_584, 8_192)):
+        number, count = parts(rows, width, vocabulary), blocks(rows, width)
+        shares = (f"{busy(each, 132)}; {busy(each, 148)}" for each in (count, number * count))
+        cells = f"{rows:,}", f"{width:,}", f"{number}", f"{count:,}", next(shares), f"{number * count:,}", next(shares)
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
 def page(text: str) -> str:
     """The page with recomputed tables."""
     tables = "\n".join(table(width, vocabulary) for width, vocabulary in product(WIDTHS, VOCABULARIES))
+    tables += f"\n{table_of_parts()}"
     begin, end = "<!-- tables -->\n", "<!-- end of tables -->"
     assert text.count(begin) == text.count(end) == 1
     return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{tables}\n{end}", text, flags=re.DOTALL)

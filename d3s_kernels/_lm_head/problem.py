@@ -115,6 +115,11 @@ class HeadProblem(NamedTuple):
         return self.labels.numel()
 
     @property
+    def most_rows(self) -> int:
+        """The number of rows that the forward computes at most, as far as it is known without the mask's values."""
+        return self.rows if self.mask is None or self.max_rows is None else min(self.rows, self.max_rows)
+
+    @property
     def flat_temperature(self) -> NumberOrTensor:
         """The temperature; a tensor that is not 0-d is flattened to ``[rows]``."""
         return self.temperature.map_rows(lambda each: each.reshape(self.rows))

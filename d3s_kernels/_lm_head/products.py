@@ -32,7 +32,7 @@ _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
 # Products on a GPU whose terms are cut into parts. They have run on no GPU yet, so only the benchmarks switch them on.
 SPLITS = False
-_BLOCK = 128, 256  # rows and columns that a multiprocessor computes at a time, in bfloat16
+BLOCK = 128, 256  # rows and columns that a multiprocessor computes at a time, in bfloat16
 _TERM_OF_A_BLOCK = 2 * 128 * 256 / (800e12 / 132)  # seconds for one term of all sums of a block
 _TERM_OF_A_SUM = 8 / 4.3e12  # seconds to write and read one partial sum
 _SHALLOWEST = 2048  # terms of a part; with fewer terms, a block's begin and end take a part of its time
@@ -205,7 +205,7 @@ def parts_of(rows: int, columns: int, terms: int, room: int) -> int:
     Parts make more blocks, but their partial sums are written and read. The numbers are those of an H100, and of GPUs
     with 132 and with 148 multiprocessors.
     """
-    blocks = -(-rows // _BLOCK[0]) * -(-columns // _BLOCK[1])
+    blocks = -(-rows // BLOCK[0]) * -(-columns // BLOCK[1])
 
     def seconds(parts: int) -> float:
         waves = sum(-(-blocks * parts // processors) for processors in (132, 148)) / 2
@@ -343,11 +343,8 @@ def new_room_for_logits(problem: HeadProblem) -> Tensor:
     """Allocates the memory in which the forward keeps logits, ``[rows, logits]``; empty if it keeps none. The shape
     does not depend on the mask, whose values are unknown to a trace.
     """
-    rows, budget, supports = problem.rows, problem.keep_logits_bytes or 0, problem.supports.given
-    if problem.mask is not None and problem.max_rows is not None:
-        rows = min(rows, problem.max_rows)
-    dtype, tokens = problem.logits_dtype, 0
-    if rows and budget and not supports:
+    rows, budget, dtype, tokens = problem.most_rows, problem.keep_logits_bytes, problem.logits_dtype, 0
+    if rows and budget and not problem.supports.given:
         fitting, unit = budget // (rows * dtype.itemsize), SLICES[problem.hidden.device.type]
         tokens = whole_vectors(problem.weight.shape[0], dtype)
         tokens = tokens if tokens <= fitting else fitting // unit * unit
