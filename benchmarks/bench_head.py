@@ -9,6 +9,8 @@ import torch
 from torch.nn.functional import linear
 
 import d3s_kernels as d3s
+from d3s_kernels._lm_head import forward, products
+from d3s_kernels._lm_head.forward import HostNumber
 from d3s_kernels._lm_head.problem import HeadProblem
 from d3s_kernels._lm_head.products import SIZES, Tiles, whole_vectors
 
@@ -16,11 +18,12 @@ from . import inputs, peers
 from .clock import Prepared, Work
 from .harness import Contest, close, describe
 from .sizes import Sizes
-from .targets import BESIDE_UNSLOTH, HEAD_STEP, LIGER, LIGER_SHAPE, UNSLOTH
+from .targets import BESIDE_UNSLOTH, HEAD_STEP, LIGER, LIGER_SHAPE, TORCHS_HEAD, UNSLOTH, computed_again, kept_logits
 
 WIDTHS = ["narrow", "wide"]
 LIGERS = 4_096, 131_072  # features and vocabulary for which Liger publishes times, with 4,096 rows
 VERL_KERNEL = "verl's Triton kernel"
+ALL_LOGITS = 1 << 40  # more bytes than all logits have
 # The dtype of the inputs and the dtype of the logits. The first row is like a bfloat16 model; the second is the default
 # for bfloat16 inputs.
 PRECISIONS = {
@@ -89,6 +92,68 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
     )
 
 
+@pytest.mark.skipif(not peers.ON_GPU, reason="about what keeps a GPU busy")
+@pytest.mark.parametrize("bounded", [True, False], ids=["bound", "no bound"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_head_few(contest: Contest, sizes: Sizes, width: str, bounded: bool) -> None:
+    """The changes for few rows, each with and without the others."""
+    hidden, weight, labels = inputs.lm_head(sizes, width, torch.bfloat16)
+    every = inputs.advantages(len(labels))
+    few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
+    bound = {"max_grad_rows": len(few) // 10 + 1} if bounded else {}
+
+    def step(gradient: torch.Tensor = few, **options: int) -> Work:
+        def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype="auto", **options)[0]
+
+        return step_of(ours, hidden, weight, gradient)
+
+    yardsticks = {
+        "in parts": in_parts(step(**bound)),
+        "kept logits": step(**bound, keep_logits_bytes=ALL_LOGITS),
+        "kept logits, in parts": in_parts(step(**bound, keep_logits_bytes=ALL_LOGITS)),
+        "all tokens": step(every),
+    }
+    contest(
+        f"{HEAD_STEP}, few of the tokens, {width}, bf16{', bounded' if bounded else ''}",
+        size_of(hidden, weight),
+        step(**bound),
+        yardsticks=yardsticks | ({} if bounded else {"the number is read first": read_first(step())}),
+        agree=close_in_norm(0.02),
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS if peers.ON_GPU else ["narrow"])
+@pytest.mark.parametrize(
+    "keeps", [True] if peers.ON_GPU else [True, False], ids=lambda keeps: "kept" if keeps else "not"
+)
+def test_kept_logits(contest: Contest, sizes: Sizes, width: str, keeps: bool) -> None:
+    """Logits that are not kept have a contest here only on a CPU; on a GPU it is the next test."""
+    hidden, weight, labels = inputs.lm_head(sizes, width, torch.bfloat16)
+    gradient = inputs.advantages(len(labels))
+    logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+
+    def step(function: Callable) -> Work:
+        return step_of(function, hidden, weight, gradient)
+
+    ours = step(every_row(labels, torch.bfloat16, keep_logits_bytes=ALL_LOGITS if keeps else 0))
+    products_made = four_products if not keeps else three_products
+    yardsticks = {"the products alone": lambda: products_made(hidden, weight, logits)}
+    if peers.ON_GPU:
+        yardsticks["in parts"] = in_parts(ours)
+    contest(
+        kept_logits(width) if keeps else computed_again(width),
+        size_of(hidden, weight),
+        ours,
+        peers={
+            LIGER: liger_for(width, "bf16") and step(of_peer(peers.liger_head, labels)),
+            **torchs("bf16", lambda head: step(of_peer(head, labels))),
+        },
+        yardsticks=yardsticks,
+        agree=close_in_norm(0.02),
+    )
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16, fp32 logits"])
 def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
     dtype, logits_dtype = PRECISIONS[precision]
@@ -97,7 +162,7 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
     logits = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
     yardsticks = {"four products": lambda: four_products(hidden, weight, logits)}
     if peers.ON_GPU:
-        yardsticks["old cut"] = lambda: with_the_old_cut(ours)
+        yardsticks |= {"old cut": lambda: with_the_old_cut(ours), "in parts": lambda: in_parts(ours)()}
 
     ours = step_of(every_row(labels, logits_dtype), hidden, weight, gradient)
 
@@ -285,9 +350,9 @@ def torchs(precision: str, bind: Callable[[Callable], Work]) -> dict[str, Work |
     """
     if not peers.ON_GPU and precision != "bf16":
         return {}
-    heads = {peers.TORCHS_HEAD: peers.torchs_head(chunks=False)}
+    heads = {TORCHS_HEAD: peers.torchs_head(chunks=False)}
     if inputs.device.type == "cuda":
-        heads[f"{peers.TORCHS_HEAD}, in chunks"] = peers.torchs_head(chunks=True)
+        heads[f"{TORCHS_HEAD}, in chunks"] = peers.torchs_head(chunks=True)
     return {name: head and bind(head) for name, head in heads.items()}
 
 
@@ -311,17 +376,49 @@ def four_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tens
     return logits @ weight, logits.t() @ hidden
 
 
+def three_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The matrix products of a step that stores the logits."""
+    torch.mm(hidden, weight.t(), out=logits)
+    return logits @ weight, logits.t() @ hidden
+
+
+def in_parts(work: Callable) -> Callable:
+    """The work with the gradient of the hidden states in parts of the vocabulary."""
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with mock.patch.object(products, "SPLITS", True):
+            return work()
+
+    return run
+
+
+class ReadAtOnce(HostNumber):
+    """A number of rows that the host reads before it starts small ops, as in an earlier version."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        super().__init__(number)
+        self.value()
+
+
+def read_first(work: Callable) -> Callable:
+    def run() -> tuple[torch.Tensor, ...]:
+        with mock.patch.object(forward, "HostNumber", ReadAtOnce):
+            return work()
+
+    return run
+
+
 def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
     """Runs the work with tiles as they were cut in an earlier version: a tile has the whole vocabulary, and as many
     rows as fit into the workspace.
     """
 
-    def cut(cls: type[Tiles], hidden: torch.Tensor, problem: HeadProblem) -> Tiles:
+    def cut(cls: type[Tiles], hidden: torch.Tensor, problem: HeadProblem, kept: int = 0, **_: object) -> Tiles:
         vocabulary, dtype = len(problem.weight), problem.logits_dtype
         elements = (problem.workspace_bytes or SIZES["cuda"].workspace_bytes) // dtype.itemsize
         rows = max(1, min(len(hidden), elements // vocabulary // 128 * 128))
         room = torch.empty(rows * whole_vectors(vocabulary, dtype), dtype=dtype, device=hidden.device)
-        return cls(len(hidden), vocabulary, rows, vocabulary, room)
+        return cls(len(hidden), vocabulary, rows, vocabulary, room, kept)
 
     with mock.patch.object(Tiles, "cut", classmethod(cut)):
         return work()

@@ -140,9 +140,6 @@ def verl_kernel() -> Callable | None:
     return module and (lambda *tensors: module.linear_cross_entropy(*tensors, 1.0, "none"))
 
 
-TORCHS_HEAD = "torch's linear_cross_entropy, log-probability alone"
-
-
 def torchs_head(chunks: bool) -> Callable[..., tuple[Tensor]] | None:
     """torch's LM head, with a loss for each token but no entropy; None before torch 2.13. With `chunks`, it computes a
     few rows at a time; otherwise, it stores all logits.

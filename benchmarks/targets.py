@@ -18,6 +18,7 @@ ALL_TOKENS = f"d3s_kernels, {NOTHING}"
 STEP_MEMORY = 0.4  # a bound on our memory: this share of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
+TORCHS_HEAD = "torch's linear_cross_entropy, log-probability alone"
 LIGER, LIGER_SHAPE = "Liger's head", "Liger's shape"
 FLASHINFER = "FlashInfer's indices"
 UNSLOTH = "Unsloth's head, in torch"
@@ -113,6 +114,16 @@ AS_MANY = "a product of as many operations"
 UNSLOTH_ENVIRONMENT = {"UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
 HEAD_STEP = "linear_logprob_entropy forward + backward"
 FEW = tuple(f"{HEAD_STEP}, 10% of the tokens, {width}, bf16" for width in ("wide", "narrow"))
+
+
+def kept_logits(width: str) -> str:
+    return f"{HEAD_STEP}, {width}, bf16, kept logits"
+
+
+def computed_again(width: str) -> str:
+    return f"{HEAD_STEP}, {width}, bf16, beside torch's head"
+
+
 ADDED = "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient"
 
 CPU: tuple[Target, ...] = (
@@ -138,6 +149,8 @@ CPU: tuple[Target, ...] = (
     Within(f"{HEAD_STEP}, wide, bf16, fp32 logits", "four products"),
     *(Within(f"{HEAD_STEP}, {half}{AVX2_ALONE}", "float32", 1.25) for half in ("bfloat16", "float16")),
     Within(FEW[0], "all tokens", 0.42),
+    Within(kept_logits("narrow"), TORCHS_HEAD, 0.9),
+    Within(computed_again("narrow"), TORCHS_HEAD, 1.1),
     Within(ADDED, "autograd adds it"),
     Within(GIVEN_IDS, HEAD_ALONE, 1.05),
     Within(GIVEN_IDS_STEP, HEAD_ALONE, 1.1),
@@ -190,6 +203,7 @@ CUDA: tuple[Target, ...] = (
     Within(f"{HEAD_STEP}, {LIGER_SHAPE}", LIGER, 1.1),
     *(Within(contest, "all tokens", 0.34, same_clock=True) for contest in FEW),
     Within(FEW[0], f"{LIGER}, all tokens", 0.34),
+    Within(kept_logits("wide"), LIGER, 0.78),
     Within(ADDED, "autograd adds it"),
     Within(GIVEN_IDS, HEAD_ALONE, 1.05),
     Within(GIVEN_IDS_STEP, HEAD_ALONE, 1.1),
@@ -224,7 +238,11 @@ CUDA: tuple[Target, ...] = (
 
 # The H100 and the H200 differ in their memory. The times below hardly depend on the memory, so these bounds apply to
 # both GPUs.
-HOPPER: tuple[Target, ...] = (Under(FEW[0], 8_000), Under(FEW[1], 2_600))
+HOPPER: tuple[Target, ...] = (
+    *(Under(contest, most) for contest, most in zip(FEW, (8_000, 2_600), strict=True)),
+    Under(kept_logits("wide"), 18_800),
+    Under(f"{HEAD_STEP}, wide, bf16", 23_500),
+)
 
 # The bounds are the times that Liger publishes for its head with entropy on an H100 (linkedin/Liger-Kernel #1370 and
 # #1359), multiplied by 1.1.
