@@ -223,18 +223,49 @@ __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     write_piece<From, T, kAligned>(rows, gradients, row, packed.rows[row], begin, end, gradient);
 }
 
-// The number of float32 logits that a thread loads before it uses the first logit. Logits are loaded one by one, so
-// that a row may begin at any address. This is fast enough: an element takes some 22 instructions, and its memory
-// traffic (6 bytes, at 4.3 TB/s) takes as long as 40 instructions.
-constexpr int kNarrowInFlight = 16;
+// The float32 logits at neighbouring columns from which a thread computes one vector of the gradient. In rows that do
+// not begin at a multiple of 16 bytes, these are the logits of a single column.
+template <class T, bool kAligned>
+struct NarrowVector {
+  static constexpr int kColumns = kPerVector<T>;
+  uint4 z[kLoadsPerStore<float, T>];
+
+  __device__ void load(const float* p) {
+#pragma unroll
+    for (int i = 0; i < kLoadsPerStore<float, T>; ++i) z[i] = load_plain(reinterpret_cast<const uint4*>(p) + i);
+  }
+  __device__ void store(T* p, const RowGradient& f) const {
+    store_streaming(reinterpret_cast<uint4*>(p), gradient_of<float, T>(z, f));
+  }
+};
+
+template <class T>
+struct NarrowVector<T, false> {
+  static constexpr int kColumns = 1;
+  float z;
+
+  __device__ void load(const float* p) { z = *p; }
+  __device__ void store(T* p, const RowGradient& f) const { *p = from_float<T>(f(z)); }
+};
+
+constexpr int kNarrowInFlight = 16;  // logits that a thread loads before it uses the first
 constexpr int kNarrowStep = kGradientThreads * kNarrowInFlight;
 
 // Writes a row's gradient over the front half of the same row. A block goes through the row from left to right. A step
-// overwrites only logits that all threads have read before the step's barrier.
-template <class T>
-__global__ void __launch_bounds__(kGradientThreads)
+// reads kNarrowStep logits, and then writes their gradient. The gradient of column i lies over the logit of column
+// i / 2. So a step may write once all threads have read the logits before half of the step's last column.
+//
+// `read_by_all` counts logits that every thread has read, of its own columns, before the last barrier. While it reaches
+// up to half of a step's end, the step needs no barrier: what it overwrites was read before the last barrier, and it
+// writes after that barrier, however far apart the threads are since then. Otherwise, a barrier between the reads and
+// the writes of the step raises `read_by_all` to the step's end. So after a barrier in step s, the next barrier is in
+// step 2 s + 2: a row of 151,936 logits has barriers in the steps 0, 2, 6, 14 and 30 of 38.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     narrow_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
                      const __grid_constant__ RowLayout out_layout) {
+  using Vector = NarrowVector<T, kAligned>;
+  constexpr int kVectors = kNarrowInFlight / Vector::kColumns;
   const int columns = static_cast<int>(rows.layout.columns), thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;
   const float* logits = row_at<float>(rows, row);
@@ -245,25 +276,33 @@ __global__ void __launch_bounds__(kGradientThreads)
   }
   const RowGradient f = gradient_of_row(rows, gradients, row);
   const int label = static_cast<int>(rows.column(rows.labels[row]));
-  const float label_logit = label >= 0 ? logits[label] : 0.f;  // read before it is overwritten
-  for (int begin = thread; begin - thread < columns; begin += kNarrowStep) {
-    float z[kNarrowInFlight];
+  // The columns after the last whole vector take a thread each, and the label takes one thread. These threads read
+  // their logits before the first barrier, and write their gradients after the last one.
+  const int whole = columns - columns % Vector::kColumns;
+  const int own = thread == kGradientThreads - 1 ? label : whole + thread;
+  const bool has_own = own >= 0 && own < columns;
+  const float own_logit = has_own ? logits[own] : 0.f;
+  int read_by_all = 0;
+  for (int begin = 0; begin < whole; begin += kNarrowStep) {
+    const int first = begin + thread * Vector::kColumns, end = begin + kNarrowStep;
+    Vector vectors[kVectors];
 #pragma unroll
-    for (int j = 0; j < kNarrowInFlight; ++j) {
-      const int place = begin + j * kGradientThreads;
-      z[j] = place < columns ? logits[place] : 0.f;
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = first + j * kGradientThreads * Vector::kColumns;
+      if (column < whole) vectors[j].load(logits + column);
     }
-    __syncthreads();
+    if (end / 2 > read_by_all) {
+      __syncthreads();
+      read_by_all = end;
+    }
 #pragma unroll
-    for (int j = 0; j < kNarrowInFlight; j += 2) {
-      const int place = begin + j * kGradientThreads, next = place + kGradientThreads;
-      const Pair g = f(Pair{z[j], z[j + 1]});
-      if (place < columns) gradient[place] = from_float<T>(g.low);
-      if (next < columns) gradient[next] = from_float<T>(g.high);
+    for (int j = 0; j < kVectors; ++j) {
+      const int column = first + j * kGradientThreads * Vector::kColumns;
+      if (column < whole) vectors[j].store(gradient + column, f);
     }
   }
   __syncthreads();
-  if (thread == 0 && label >= 0) gradient[label] = from_float<T>(f.at_label(label_logit));
+  if (has_own) gradient[own] = from_float<T>(own == label ? f.at_label(own_logit) : f(own_logit));
 }
 
 }  // namespace
@@ -304,7 +343,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     };
     const int64_t blocks = rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>);
     if constexpr (kNarrow)
-      start(narrow_gradients<T>, rows.layout.count);
+      start(is_aligned<float>(rows.logits, rows.layout) ? narrow_gradients<T, true> : narrow_gradients<T, false>,
+            rows.layout.count);
     else if (is_aligned<T>(rows.logits, rows.layout) && is_aligned<T>(out.gradient, out.layout))
       start(write_gradients<T, true>, blocks);
     else

@@ -120,7 +120,7 @@ def test_nothing_spills(architecture: str) -> None:
     # Some kernels spill registers outside of their loops, so that more blocks share a multiprocessor: those for rows
     # with a support, the backward, the largest logits, and some kernels in float16.
     allowed = {"sm_120": 24}.get(architecture, 8)
-    by = "with_support|at_supports|(15write|16packed)_gradients|top_slices|count_digit"
+    by = "with_support|at_supports|(15write|16narrow|16packed)_gradients|top_slices|count_digit"
     by += "|(sum_tokens|write_advantages)INS_7float16E"
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
     assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
@@ -204,17 +204,21 @@ def test_the_loop_of_the_backward(architecture: str, functions: Functions) -> No
         assert not count(loop, "BAR|SHFL|LDL|STL")
 
 
-def test_the_loop_of_the_backward_in_half_precision(architecture: str, functions: Functions) -> None:
-    """A step reads all its logits before its one barrier, and writes after it.
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_loop_of_the_backward_in_half_precision(architecture: str, functions: Functions, aligned: bool) -> None:
+    """A step reads all its logits before the barrier that some steps have, and writes after it.
 
     The reads do not use the cache for read-only memory. The 6 bytes of an element leave time for some 40 instructions.
     """
-    code = functions[find(functions, "16narrow_gradientsINS_8bfloat16E")]
+    code = functions[find(functions, mangled("narrow_gradients", "bfloat16", aligned))]
     loop = min((loop for loop in loops(code) if exponentials(loop) >= 16), key=len)
-    print(f"{architecture} narrow_gradients bfloat16: at most {len(loop) / 16:.2f} instructions for an element")
-    assert len(loop) <= 24 * 16
+    said = "" if aligned else ", misaligned"
+    print(f"{architecture} narrow_gradients bfloat16{said}: at most {len(loop) / 16:.2f} instructions for an element")
+    assert len(loop) <= (10 if aligned else 24) * 16
     order = [found.group() for step in loop if (found := re.match("LDG|BAR|STG", step.opcode))]
-    assert order == ["LDG"] * 16 + ["BAR"] + ["STG"] * 16
+    loaded, stored = (4, 2) if aligned else (16, 16)
+    assert order == ["LDG"] * loaded + ["BAR"] + ["STG"] * stored
+    assert all(".128" in step.opcode for step in loop if step.opcode.startswith(("LDG", "STG"))) == aligned
     assert not [opcode for opcode in loads(loop) if "CONSTANT" in opcode]
 
 

@@ -271,6 +271,22 @@ def test_gradient_of_tiles(dtype: torch.dtype) -> None:
         assert_same_bits(tile, wanted)
 
 
+@pytest.mark.parametrize("columns", [1, 4095, 4096, 4097, 8192, 33_000, 151_936])
+def test_half_precision_over_its_own_logits(columns: int) -> None:
+    """No thread overwrites what another has not read. Between two barriers, the emulated threads run one after the
+    other, so without one of the five barriers of the longest row, a result is wrong. Rows begin at multiples of 16
+    bytes, or 4 bytes after these.
+    """
+    labels = torch.tensor([columns - 1, min(columns // 2, 4096)])
+    logits, weights = random_logits(2, columns), torch.randn(2, 2)
+    _, *statistics = OP.logprob_entropy(logits, labels)
+    wide = OP.logprob_entropy_backward(*weights, logits, labels, *statistics)
+    for shift, dtype in ((0, torch.bfloat16), (1, torch.float16)):
+        room = torch.full((2, columns + 8 - columns % 4), torch.nan)[:, shift : shift + columns].copy_(logits)
+        OP.logprob_entropy_backward_(*weights, room, labels, *statistics, grad_dtype=dtype)
+        assert_same_bits(room.view(dtype)[:, :columns], wide.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_given_ids_in_slices_and_tiles_and_misaligned_rows(dtype: torch.dtype) -> None:
     logits, labels = random_logits(2, SLICE + 9, dtype=dtype), torch.tensor([SLICE + 7, -100])
