@@ -263,14 +263,14 @@ def busy(count: int, processors: int) -> str:
 def table_of_parts(vocabulary: int = VOCABULARIES[0]) -> str:
     lines = [
         f"### Parts of the gradient of the hidden states, V = {vocabulary:,}\n\n",
-        "| rows with a gradient | H | parts | blocks, one part | busy of 132; of 148 | blocks, all parts "
-        "| busy of 132; of 148 |\n",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+        "| rows with a gradient; H | parts | blocks: of one part; of all | busy of 132 multiprocessors | busy of 148 |\n",
+        "| ---: | ---: | ---: | ---: | ---: |\n",
     ]
     for rows, width in product((128, 410, 1_638, 4_096), (896, 2_048, 3_584, 8_192)):
         number, count = parts(rows, width, vocabulary), blocks(rows, width)
-        shares = (f"{busy(each, 132)}; {busy(each, 148)}" for each in (count, number * count))
-        cells = f"{rows:,}", f"{width:,}", f"{number}", f"{count:,}", next(shares), f"{number * count:,}", next(shares)
+        both = count, number * count
+        shares = ("; ".join(busy(each, processors) for each in both) for processors in (132, 148))
+        cells = f"{rows:,}; {width:,}", str(number), "; ".join(f"{each:,}" for each in both), *shares
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
 
