@@ -263,7 +263,7 @@ def busy(count: int, processors: int) -> str:
 def table_of_parts(vocabulary: int = VOCABULARIES[0]) -> str:
     lines = [
         f"### Parts of the gradient of the hidden states, V = {vocabulary:,}\n\n",
-        "| rows with a gradient; H | parts | blocks: of one part; of all | busy of 132 multiprocessors | busy of 148 |\n",
+        "| rows with a gradient; H | parts | blocks: one part; all | busy of 132 multiprocessors | busy of 148 |\n",
         "| ---: | ---: | ---: | ---: | ---: |\n",
     ]
     for rows, width in product((128, 410, 1_638, 4_096), (896, 2_048, 3_584, 8_192)):
