@@ -785,7 +785,7 @@ def test_ratios_have_the_bits_of_the_cpu() -> None:
 def test_ratios_of_rows_and_of_ragged_sequences_have_the_same_bits(length: int, shift: int) -> None:
     """A block handles a row unless it is long. A warp handles 1,024 ragged tokens, in vectors if they are aligned."""
     old, logprob = torch.rand(2, shift + 3 * length)[:, shift:].unbind()
-    groups = torch.randint(-1, 7, (shift + 3 * length,), dtype=torch.int8)[shift:]
+    groups = torch.randint(-1, 11, (shift + 3 * length,), dtype=torch.int8)[shift:]
     mask, cuts = torch.rand(shift + 3 * length)[shift:] < 0.7, torch.arange(4) * length
     rows = [values.view(3, length) for values in (logprob, old, mask)]
     for denominator in ("self", "old"):
