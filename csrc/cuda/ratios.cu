@@ -253,9 +253,11 @@ __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, u
 // Adds the words of all threads of a part to `sums`. words[0] is the first word of the first thread.
 template <bool kGroups>
 __device__ __forceinline__ void add_words(const uint64_t* words, const Part& part, ExactSum* sums) {
+  const int lane = part.rank & (kWarp - 1);  // with %, nvcc would not see that a warp's part has one word for each lane
+#pragma unroll 1
   for (int g = part.rank / kWarp; g < (kGroups ? kOwnGroups : 1); g += part.size / kWarp) {
     ExactSum sum;
-    for (int i = part.rank % kWarp; i < part.size; i += kWarp) {
+    for (int i = lane; i < part.size; i += kWarp) {
       const uint64_t word = words[g * part.size + i];
       const int64_t units = static_cast<int64_t>(word << (64 - kUnitBits)) >> (64 - kUnitBits);
       sum.units += units;
@@ -264,7 +266,7 @@ __device__ __forceinline__ void add_words(const uint64_t* words, const Part& par
     if (kGroups && !__any_sync(kAllLanes, sum.count > 0)) continue;  // most sequences have fewer groups
     sum.units = warp_reduce(sum.units, Sum());
     sum.count = __reduce_add_sync(kAllLanes, sum.count);
-    if (part.rank % kWarp == 0) add_shared(sums + g, sum);
+    if (lane == 0) add_shared(sums + g, sum);
   }
 }
 
