@@ -208,7 +208,8 @@ def ratio_results(device: str = "cpu") -> tuple[Tensor, ...]:
     mask = torch.rand(30, 700, generator=generator) < 0.8
     leaf, old, mask = logprob.to(device).requires_grad_(), old.to(device), mask.to(device)
     entropy = old.abs()
-    groups = d3s_kernels.entropy_groups(entropy, mask, (0.3, 0.5, 0.7, 0.8, 0.9))
+    tenths = tuple(i / 10 for i in range(1, 10))  # ten groups: two more than csrc/cuda/ratios.cu has words for
+    groups = d3s_kernels.entropy_groups(entropy, mask, tenths)
     results = [groups, d3s_kernels.adaptive_clip(entropy, groups, vocab_size=1000)]
     for level in ("token", "sequence", "entropy_group"):
         for denominator in ("self", "old"):

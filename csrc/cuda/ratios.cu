@@ -27,7 +27,7 @@ constexpr int kThreads = 256;
 constexpr int64_t kStretch = 1024;  // tokens of a warp; small batches then get enough warps, large batches few atomics
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
 constexpr int kVector = 4;          // tokens: 16 bytes of floats, 4 bytes of the mask
-constexpr int kOwnGroups = 4;       // the number of groups for which a thread has its own sums; more groups are rare
+constexpr int kOwnGroups = 8;       // the number of groups for which a thread has its own sums; more groups are rare
 constexpr uint32_t kEach = 0x01010101u;  // kEach * b has the byte b for each of kVector tokens
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
@@ -199,14 +199,23 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
 constexpr int kUnitBits = 52;
 constexpr int64_t kLong = int64_t{1} << 19;
 
+// The number of words that a thread has. The last one is for tokens in no group, and is never read. Words are in shared
+// memory, so a word that no token needs costs nothing in the loop over tokens.
+template <bool kGroups>
+constexpr int kWords = kGroups ? kOwnGroups + 1 : 1;
+
 // For each token of a part, adds the term a - b to this thread's word for the token's group. If is_far(term) is true,
-// or if the group has no words, adds the term to sums[group] instead. The words of a block are [group][thread]. The
-// last group of words is for tokens in no group, and is never read.
+// or if the group has no words, adds the term to sums[group] instead. The words of a part are [group][thread], and
+// `words` points to this thread's first word.
 template <bool kGroups>
 __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, uint64_t* words, ExactSum* sums,
                                          const Faults& faults) {
   constexpr int kOwn = kGroups ? kOwnGroups : 1;
-  for (int g = 0; kGroups && g < kOwn; ++g) words[g * kThreads] = 0;
+  // Offsets in bytes, so that one multiplication and addition gives an address.
+  const auto word_of = [words, row = part.size * static_cast<uint32_t>(sizeof(uint64_t))](uint32_t group) {
+    return reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(words) + group * row);
+  };
+  for (int g = 0; kGroups && g < kOwn; ++g) *word_of(g) = 0;
   uint64_t only = 0;  // the word of the only group, in a register
   for_tokens(part, terms.vectors, [&](auto width, int64_t first, int64_t step, int64_t end) {
     constexpr int kWide = decltype(width)::value;
@@ -233,7 +242,7 @@ __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, u
       const uint32_t groups = tokens[j].groups(kOwnGroups);
 #pragma unroll
       for (int k = 0; k < kWide; ++k) {
-        uint64_t& word = kGroups ? words[(groups >> 8 * k & 0xffu) * kThreads] : only;
+        uint64_t& word = kGroups ? *word_of(groups >> 8 * k & 0xffu) : only;
         if (kGroups || tokens[j].has(k)) word += near_units(term[k]) + (uint64_t{1} << kUnitBits);
       }
     }
@@ -241,20 +250,23 @@ __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, u
   if (!kGroups) *words = only;
 }
 
-// Adds the words of all threads of a part to `sums`. words[0] is the word of the first thread.
+// Adds the words of all threads of a part to `sums`. words[0] is the first word of the first thread.
 template <bool kGroups>
 __device__ __forceinline__ void add_words(const uint64_t* words, const Part& part, ExactSum* sums) {
+  const int lane = part.rank & (kWarp - 1);  // with %, nvcc would not see that a warp's part has one word for each lane
+#pragma unroll 1
   for (int g = part.rank / kWarp; g < (kGroups ? kOwnGroups : 1); g += part.size / kWarp) {
     ExactSum sum;
-    for (int i = part.rank % kWarp; i < part.size; i += kWarp) {
-      const uint64_t word = words[g * kThreads + i];
+    for (int i = lane; i < part.size; i += kWarp) {
+      const uint64_t word = words[g * part.size + i];
       const int64_t units = static_cast<int64_t>(word << (64 - kUnitBits)) >> (64 - kUnitBits);
       sum.units += units;
       sum.count += static_cast<uint32_t>((word - units) >> kUnitBits);
     }
+    if (kGroups && !__any_sync(kAllLanes, sum.count > 0)) continue;  // most sequences have fewer groups
     sum.units = warp_reduce(sum.units, Sum());
     sum.count = __reduce_add_sync(kAllLanes, sum.count);
-    if (part.rank % kWarp == 0) add_shared(sums + g, sum);
+    if (lane == 0) add_shared(sums + g, sum);
   }
 }
 
@@ -264,9 +276,9 @@ __global__ void __launch_bounds__(kThreads)
   note_offsets(terms.groups.sequences, faults);
   for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
     if (sequence < 0) return;
-    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x;  // no other lane reads this lane's words
-    add_part<kGroups>(terms, part, words, sums + sequence * terms.groups.each, faults);
-    add_words<kGroups>(words - part.rank, part, sums + sequence * terms.groups.each);
+    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x / kWarp * (kWords<kGroups> * kWarp);
+    add_part<kGroups>(terms, part, words + part.rank, sums + sequence * terms.groups.each, faults);
+    add_words<kGroups>(words, part, sums + sequence * terms.groups.each);
   });
 }
 
@@ -366,20 +378,20 @@ void write_group_numbers(const char* name, const char* name_of_sums, const float
                          const TokenGroups& groups, const Numbers& numbers, float* out, Device& device) {
   if (groups.tokens == 0) return;  // otherwise, empty sequences would get blocks of 0 threads
   const Terms terms(a, b, groups, out);
-  const size_t words = kThreads * sizeof(uint64_t) * (groups.ids ? kOwnGroups + 1 : 1);
+  const size_t words = sizeof(uint64_t) * (groups.ids ? kWords<true> : kWords<false>);  // bytes of a thread
   const Segments& sequences = groups.sequences;
   if (!sequences.ragged() && sequences.length <= (sequences.count < kMany ? kShort : kLong)) {
     const int64_t threads = std::min<int64_t>(ceil_div(sequences.length, kWarp * kWarp) * kWarp, kThreads);
     launch(name, groups.ids ? whole_sequences<true> : whole_sequences<false>, sequences.count,
-           static_cast<int>(threads), kMostGroups * sizeof(ExactSum) + kTable * sizeof(float) + words, device, terms,
-           numbers, out, device.faults);
+           static_cast<int>(threads), kMostGroups * sizeof(ExactSum) + kTable * sizeof(float) + threads * words, device,
+           terms, numbers, out, device.faults);
     return;
   }
   const int64_t count = groups.each * sequences.count, blocks = ceil_div(groups.tokens, kStretch * kThreads / kWarp);
   auto* sums = device.scratch_of<ExactSum>(count);
   clear(sums, 0, count * sizeof(ExactSum), device);
-  launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks, kThreads, words, device, terms, sums,
-         device.faults);
+  launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks, kThreads, kThreads * words, device,
+         terms, sums, device.faults);
   launch(name_of_sums, groups.ids ? write_numbers<true> : write_numbers<false>, blocks, kThreads,
          kThreads / kWarp * kTable * sizeof(float), device, terms, sums, numbers, out);
 }

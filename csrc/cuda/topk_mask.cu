@@ -147,9 +147,11 @@ __global__ void __launch_bounds__(Holders<kWarps>::kThreads, (kHeld > 4 ? 1024 :
 }
 
 // Launches select_held with the smallest number of threads that can hold `fours` vectors of each segment. If even the
-// largest number of threads is not enough, launches nothing and returns false.
+// largest number of threads is not enough, or if select_held cannot number so many (empty) segments, launches nothing
+// and returns false.
 bool select_held_by(const Scores& scores, const Quota& quota, const Segments& segments, int64_t fours,
                     const SelectionOutputs& outputs, Device& device) {
+  if (segments.count > INT32_MAX) return false;
   const auto by = [&](auto warps, auto held) {
     using Of = Holders<warps.value>;
     if (fours > int64_t{warps.value} * held.value * kWarp) return false;

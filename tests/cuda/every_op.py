@@ -23,6 +23,12 @@ from d3s_kernels.check.tolerances import written_arguments
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 DRAWS = 3  # of each op's arguments
 MOST = 5000  # the length of a row or a segment: several blocks
+# Rows that the draws rarely have. In selections, 1, 2, 4 or 8 warps hold a row in registers, and a block takes a longer
+# one; in ratios, 1 to 8 warps take a row. Rows of odd length begin at each place of a vector.
+ROWS = {
+    **{f"rows of {length}": (5, length) for length in (509, *range(1021, 8190, 1024), 8193)},
+    "128 rows of 8193": (128, 8193),
+}
 Call = Callable[[], tuple[Tensor, ...]]
 
 
@@ -95,6 +101,24 @@ def _tokens(rule: str, rewards: Tensor) -> tuple[Tensor, ...]:
     return tuple(d3s.select_tokens(rewards / 3, rewards[:, 0], 0.3, rule=rule)[:3:2])
 
 
+def _rows(shape: tuple[int, int], rewards: Tensor) -> tuple[Tensor, ...]:
+    """Selections and ratios of rows with ties, with a mask, and with -inf in the first one. Most groups have words of
+    their own in csrc/cuda/ratios.cu, and some take atomic additions.
+    """
+    place = torch.arange(shape[0] * shape[1], device=rewards.device).view(shape)
+    few = rewards.flatten()[place % rewards.numel()] / 3
+    scores = torch.where(place < shape[1], few.log(), few)
+    mask, groups = place % 5 > 0, (place * 7 % 13 - 1).to(torch.int8)
+    kept = d3s.select_tokens(scores, few[:, 0], 0.3, mask=mask, scope="sequence", drop_zeros=True)
+    return (
+        d3s.topk_mask(scores, 0.1, mask=mask),
+        *(kept.mask, kept.count, kept.threshold),
+        d3s.importance_ratio(scores, few / 2, mask, level="sequence"),
+        d3s.importance_ratio(scores, few / 2, mask, level="entropy_group", groups=groups),
+        d3s.adaptive_clip(few, groups, mask, vocab_size=100),
+    )
+
+
 # Rules that draw are left out, as their results change; so is TRL's quantile, which waits for the device.
 MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     **{f"rollouts, {rule}": partial(_rollouts, rule) for rule, row in rules.ROLLOUTS.items() if not row.draws},
@@ -103,6 +127,7 @@ MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
         for rule, row in rules.TOKENS.items()
         if not row.draws and rule != "entropy_quantile"
     },
+    **{name: partial(_rows, shape) for name, shape in ROWS.items()},
     "rollouts, equal rows": lambda rewards: (
         most_varied(rewards.view(8, 64), torch.full((), 192, device=rewards.device)),
     ),

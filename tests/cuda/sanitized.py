@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from cases.coverage import require_all, served_by
 from cases.draw import Draw
 from cases.table import OPS
-from every_op import GPU
+from every_op import GPU, ROWS, call
 
 from d3s_kernels.check.compare import moved
 
@@ -31,9 +31,13 @@ FIRST = [
 
 
 def what_the_table_cannot_draw(part: int) -> None:
-    """The narrow gradient of the first minute; and segments beyond a block's shared memory, in pieces."""
+    """Rows of every number of warps; the narrow gradient of the first minute; and segments beyond a block's shared
+    memory, in pieces.
+    """
     from test_first_minute import OP, narrow_and_wide
 
+    for name in list(ROWS)[part::2]:
+        call(name)()
     if part == 0:
         narrow_and_wide(5)
     else:

@@ -7,10 +7,12 @@ the tests run.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,39 +99,162 @@ def test_the_head_waits_for_nothing(max_rows: int | None, masked: bool) -> None:
         assert ours.isnan().all() if exceeded else torch.allclose(ours.cpu().double(), theirs, atol=1e-4)
 
 
-def scores_of_a_kind(kind: str, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(3)
-    drawn = torch.randn(shape, generator=generator)
-    return {
-        "random": lambda: drawn,
-        "all equal": lambda: torch.full(shape, 0.7),
-        "denormal": lambda: drawn * 1e-40,
-        "NaN": lambda: drawn.masked_fill(torch.rand(shape, generator=generator) < 0.4, torch.nan),
-        "both zeros": lambda: torch.where(drawn > 0.5, 0.0, -0.0),
-    }[kind]()
+# Both sides of each length at which another kernel of topk_mask.cu takes a row: one warp with fewer or more registers,
+# 2, 4 or 8 warps, a block, and pieces. A row that begins at any place of a vector changes three places earlier.
+LENGTHS = (1, 509, 512, 513, 1021, 1024, 1025, 2045, 2048, 2049, 4093, 4096, 4097, 8189, 8190, 8192, 8193)
+LENGTHS += (55_984, 55_985)
+Call = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
-@pytest.mark.parametrize("kind", ["random", "all equal", "denormal", "NaN", "both zeros"])
-@pytest.mark.parametrize("length", [2048, 8192, 8193, 55_984, 55_985])
-def test_top_k_has_the_bits_of_the_cpu_every_time(length: int, kind: str) -> None:
-    """A failure at one length: the limit of shared memory is elsewhere. Bits that change: a race. A kind: its keys."""
-    advantages = torch.tensor([0.5, -2.0, 1.0])
-    for shift in (0, 1):  # a slice from 1 is misaligned
-        scores = scores_of_a_kind(kind, 3 * length + shift)[shift:].view(3, length)
-        moved = scores_of_a_kind(kind, 3 * length + shift).to(GPU)[shift:].view(3, length)
+def rows_of_all_kinds(length: int) -> Tensor:
+    """Rows of random, equal and denormal scores, with NaN, both zeros, -inf, and scores that are one step apart."""
+    drawn = torch.randn(length)
+    return torch.stack(
+        [
+            drawn,
+            torch.full((length,), 0.7),
+            drawn * 1e-40,
+            drawn.masked_fill(torch.rand(length) < 0.4, torch.nan),
+            torch.where(drawn > 0.5, 0.0, -0.0),
+            torch.where(drawn > 0.5, -torch.inf, torch.nan),
+            1 + torch.randperm(length) * 2**-23,
+        ]
+    )
 
-        def both(scores: Tensor) -> tuple[Tensor, ...]:
-            given = advantages.to(scores.device)
-            chosen = d3s.select_tokens(scores, given, 0.2, scope="sequence", drop_zeros=True)
-            return d3s.topk_mask(scores, 0.1), chosen.mask, chosen.count, chosen.threshold
 
-        expected = both(scores)
-        there = [part.to(GPU) for part in expected]
-        different = torch.zeros(4, dtype=torch.int64, device=GPU)  # looked at once, so that calls follow each other
-        for _ in range(size(50, 2)):
-            for place, (ours, theirs) in enumerate(zip(both(moved), there, strict=True)):
-                different[place] += (ours != theirs).sum()
-        assert different.tolist() == [0] * 4, f"topk_mask, mask, count, threshold differ in {different.tolist()} places"
+def placed(values: Tensor, shift: int) -> Tensor:
+    """A copy on the GPU, `shift` elements from the beginning of the memory."""
+    room = torch.empty(values.numel() + shift, dtype=values.dtype, device=GPU)
+    return room[shift:].view(values.shape).copy_(values)
+
+
+class Comparison:
+    """Calls on the GPU and on the CPU. Their results are looked at in the end, so that nothing waits in between."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.differ: list[Tensor] = []
+
+    def add(self, name: str, call: Call, there: tuple[Tensor | None, ...], here: tuple[Tensor | None, ...]) -> None:
+        both = ((found,) if isinstance(found, Tensor) else found for found in (call(*there), call(*here)))
+        for place, (ours, theirs) in enumerate(zip(*both, strict=True)):
+            wanted = theirs.to(GPU)
+            self.differ.append(((ours != wanted) & ~(ours.isnan() & wanted.isnan())).sum())
+            self.names.append(f"{name}: result {place}")
+
+    def assert_same(self) -> None:
+        counts = torch.stack(self.differ).tolist()
+        wrong = [f"{name} differs in {n} places" for name, n in zip(self.names, counts, strict=True) if n]
+        assert not wrong, f"{len(wrong)} of {len(counts)}: " + "; ".join(wrong[:9])
+
+
+def selected(scores: Tensor, advantages: Tensor, mask: Tensor | None, drop_zeros: bool = True) -> tuple[Tensor, ...]:
+    kept = d3s.select_tokens(scores, advantages, 0.2, mask=mask, scope="sequence", drop_zeros=drop_zeros)
+    return kept.mask, kept.count, kept.threshold
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_top_k_has_the_bits_of_the_cpu(length: int) -> None:
+    """A failure at one length: the kernel that holds rows of this length, or the limit of shared memory is elsewhere. A
+    failure at some shifts: how a row begins. At one k: how -inf, NaN and padding are counted.
+    """
+    found = Comparison()
+    for shift, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+        every = rows_of_all_kinds(length).roll(shift, 0).to(dtype)
+        many = (size(4096, 9),) if length <= 1024 and shift == 0 else ()
+        for rows in (1, 3, 4, 5, *many):
+            scores, advantages = every.repeat(-(-rows // 7), 1)[:rows], torch.linspace(-2, 2, rows)
+            for mask in (None, torch.rand(rows, length) < 0.7):
+                there = placed(scores, shift), None if mask is None else placed(mask, rows % 4)
+                counted = ~scores.isnan() if mask is None else mask & ~scores.isnan()
+                present = set(counted[:7].sum(1).tolist())
+                name = f"{rows} rows from {shift}, {dtype}, {'no ' if mask is None else ''}mask"
+                for k in {1, length // 2, *present, *(n - 1 for n in present)} - {0, -1}:
+                    call = partial(lambda scores, mask, k: d3s.topk_mask(scores, k=k, mask=mask), k=k)
+                    found.add(f"topk_mask, {name}, k = {k}", call, there, (scores, mask))
+                for drop in (False, True):
+                    given = there[0], advantages.to(GPU), there[1]
+                    call = partial(selected, drop_zeros=drop)
+                    found.add(f"select_tokens, {name}", call, given, (scores, advantages, mask))
+    found.assert_same()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_top_k_has_the_bits_of_the_cpu_every_time(length: int) -> None:
+    """A failure: a race, or a read of memory that another kernel has left. The rows fill the GPU."""
+    scores, advantages = rows_of_all_kinds(length), torch.linspace(-2, 2, 7)
+    times = max(1, min(size(4096, 7), size(1 << 22, 1) // length) // 7)
+    expected = [part.to(GPU) for part in (d3s.topk_mask(scores, 0.1), *selected(scores, advantages, None))]
+    expected = [part.repeat(times, *[1] * (part.dim() - 1)) for part in expected]
+    moved, weights = scores.to(GPU).repeat(times, 1), advantages.to(GPU).repeat(times)
+    different = torch.zeros(len(expected), dtype=torch.int64, device=GPU)
+    for _ in range(size(50, 2)):
+        d3s.importance_ratio(moved, moved, level="sequence")  # leaves its own numbers in shared memory
+        ours = d3s.topk_mask(moved, 0.1), *selected(moved, weights, None)
+        different += torch.stack([(one != other).sum() for one, other in zip(ours, expected, strict=True)])
+    assert different.tolist() == [0] * 4, f"topk_mask, mask, count, threshold differ in {different.tolist()} places"
+
+
+@pytest.mark.parametrize("length", [4097, 4353, 8192, 65_535, 65_536, 65_537])
+def test_a_pool_has_the_bits_of_the_cpu(length: int) -> None:
+    """A failure at one length: the sort of pools of this length; from 65,537 on, that of CUB."""
+    found = Comparison()
+    drawn = torch.randn(length)
+    kinds = {
+        "random": drawn,
+        "50 values": torch.randint(0, 50, (length,)).float(),
+        "all equal": torch.full((length,), 0.7),
+        "NaN": drawn.masked_fill(torch.rand(length) < 0.4, torch.nan),
+    }
+    for shift, (kind, values) in enumerate(kinds.items()):
+        for keep in (1, 1000, length // 2, length - 1):
+            call = partial(d3s.max_variance_select, keep=keep)
+            found.add(f"{kind}, {keep} kept", call, (placed(values, shift),), (values,))
+    found.assert_same()
+
+
+# One to eight warps take a row, but two launches take a few long rows.
+SHAPES = [(5, length) for length in range(1021, 8190, 1024)]
+SHAPES += [(2, 8192), (3, 7169), (2, 20_001), (size(128, 129), size(8193, 70))]
+
+
+def ratios(
+    logprob: Tensor, old: Tensor, mask: Tensor | None, groups: Tensor, offsets: Tensor | None
+) -> tuple[Tensor, ...]:
+    given = {"mask": mask, "offsets": offsets}
+    return (
+        *(
+            d3s.importance_ratio(logprob, old, level=level, groups=ids, denominator=denominator, **given)
+            for level, ids in (("sequence", None), ("entropy_group", groups))
+            for denominator in ("self", "old")
+        ),
+        d3s.adaptive_clip(logprob.abs(), groups, vocab_size=1000, **given),
+    )
+
+
+@pytest.mark.parametrize("groups", [2, 8, 16])
+@pytest.mark.parametrize(("rows", "length"), SHAPES)
+def test_ratios_of_rows_have_the_bits_of_the_cpu(rows: int, length: int, groups: int) -> None:
+    """A failure with 16 groups alone: the atomic additions from the ninth group on. With packed rows alone: the two
+    launches of ragged sequences. Some terms are NaN, infinite or too large to add, and all padding is NaN.
+    """
+    lengths = torch.randint(length // 2, length + 1, (rows, 1))
+    mask = torch.arange(length) < lengths
+    old, ids = -5 * torch.rand(rows, length), torch.randint(-1, groups, (rows, length), dtype=torch.int8)
+    logprob = old + torch.randn(rows, length) ** 3
+    for row, bad in enumerate((torch.nan, torch.inf, -torch.inf, 5e3)):
+        logprob[row % rows, torch.randint(length, (groups,))] = bad
+    logprob[~mask] = torch.nan
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
+    cases = {
+        "padded": (logprob, old, mask, ids, None),
+        "packed": (logprob[mask], old[mask], None, ids[mask], offsets),
+    }
+    found = Comparison()
+    for shift, (name, here) in itertools.product((0, 1), cases.items()):
+        there = tuple(part if part is None else placed(part, shift) for part in here)
+        found.add(f"{name}, from {shift}", ratios, there, here)
+    found.assert_same()
 
 
 @pytest.mark.parametrize("kind", ["close", "16 values", "all equal"])

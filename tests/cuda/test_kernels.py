@@ -17,6 +17,7 @@ from helpers import (
     random_labels,
     ratio_results,
 )
+from test_first_minute import Comparison, rows_of_all_kinds, selected
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -103,6 +104,19 @@ def test_more_than_2_to_the_31_elements() -> None:
     entropy = d3s.entropy(logits)
     assert_entropy(entropy[-1:], reference.entropy(logits[-1:]))
     torch.testing.assert_close(entropy[:-1], torch.full_like(entropy[:-1], float(torch.log(torch.tensor(VOCABULARY)))))
+
+
+# Both sides of sizes at which Triton's kernel takes more registers; most are no multiple of 16.
+@pytest.mark.parametrize("length", [509, 1021, 2045, 4093, 7000, 8189, 8208, 15_001])
+def test_top_k_of_rows_in_registers(length: int) -> None:
+    found = Comparison()
+    for dtype in (torch.float32, torch.bfloat16):
+        scores, weights = rows_of_all_kinds(length).to(dtype), torch.linspace(-2, 2, 7)
+        for mask in (None, torch.rand(7, length) < 0.7):
+            here = scores, weights, mask
+            there = tuple(part if part is None else part.to(GPU) for part in here)
+            found.add(f"{dtype}, {'no ' if mask is None else ''}mask", selected, there, here)
+    found.assert_same()
 
 
 def test_max_variance_of_a_pool() -> None:

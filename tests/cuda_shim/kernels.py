@@ -361,16 +361,21 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype) -> None:
         assert_means("select_tokens", scores, each, 0.3, offsets=offsets, drop_zeros=True)
 
 
-HELD = [(length, torch.float32) for length in (20, 512, 1001, 2046, 4096, 6145, 8188)]
-HELD += [(1001, torch.bfloat16), (8188, torch.bfloat16), (2046, torch.float16)]
+# Odd lengths, since rows at different addresses then begin at different places of a vector. The longest one for each
+# number of warps, and 512, at which aligned rows just fit.
+HELD = [(length, torch.float32) for length in (20, 509, 512, 1021, 2045, 4093, 8189)]
+HELD += [(1021, torch.bfloat16), (8189, torch.bfloat16), (2045, torch.float16)]
 
 
 @pytest.mark.parametrize(("length", "dtype"), HELD)
 def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
-    """With NaN, padding, both zeros, ties that are not all kept, and keys that differ in the last digit alone."""
+    """With NaN, padding, both zeros, ties that are not all kept, and keys that differ in the last digit alone. With
+    few warps, -inf, whose key is the lowest, is counted in the same bin as what is absent.
+    """
     near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round these to a few values
     rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
     rows.append(-1e38 * torch.randn(length).abs())
+    rows[4][::2], rows[4][1::6] = -torch.inf, torch.nan
     for skip in (0, 1, 2):
         room = torch.zeros(len(rows) * length + skip, dtype=dtype)
         scores = room[skip:].view(len(rows), length)
@@ -797,11 +802,11 @@ def test_ratios_have_the_bits_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 4])
-@pytest.mark.parametrize("length", [1, 6, 1023, 4100, 16_385])
+@pytest.mark.parametrize("length", [1, 6, 1023, 7170, 16_385])
 def test_ratios_of_rows_and_of_ragged_sequences_have_the_same_bits(length: int, shift: int) -> None:
     """A block handles a row unless it is long. A warp handles 1,024 ragged tokens, in vectors if they are aligned."""
     old, logprob = torch.rand(2, shift + 3 * length)[:, shift:].unbind()
-    groups = torch.randint(-1, 7, (shift + 3 * length,), dtype=torch.int8)[shift:]
+    groups = torch.randint(-1, 11, (shift + 3 * length,), dtype=torch.int8)[shift:]
     mask, cuts = torch.rand(shift + 3 * length)[shift:] < 0.7, torch.arange(4) * length
     rows = [values.view(3, length) for values in (logprob, old, mask)]
     for denominator in ("self", "old"):
@@ -810,6 +815,14 @@ def test_ratios_of_rows_and_of_ragged_sequences_have_the_same_bits(length: int, 
             ragged = d3s.importance_ratio(logprob, old, mask, groups=ids, offsets=cuts, **given)
             of_rows = d3s.importance_ratio(*rows, groups=None if ids is None else ids.view(3, length), **given)
             assert_same_bits(ragged, of_rows.flatten())
+
+
+@emulated  # which then runs no block
+def test_more_empty_rows_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is no int; a launch for fewer rows would leave counts and thresholds unwritten."""
+    monkeypatch.setenv("D3S_SHIM_DRY", "1")
+    with pytest.raises(RuntimeError, match="d3s_kernels: topk_mask: too many blocks"):
+        d3s.topk_mask(torch.empty(2**31, 0), 0.5)
 
 
 @emulated  # a GPU's shared memory is what it is
