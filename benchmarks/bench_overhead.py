@@ -1,4 +1,4 @@
-"""The fixed cost of a call, measured on tiny inputs that need no gradient."""
+"""The fixed cost of a call on tiny inputs, without and with a gradient, beside `x.sum()` of such an input."""
 
 import pytest
 import torch
@@ -30,6 +30,23 @@ CALLS = {
 }
 
 
+LEAF = FEW.clone().requires_grad_()
+LOGITS_WITH_GRADIENT = LOGITS.clone().requires_grad_()
+
+# Each call records a graph, and so does `x.sum()`; no backward runs.
+CALLS_WITH_GRADIENT = {
+    "importance_ratio": lambda: d3s.importance_ratio(LEAF, FEW, KEPT),
+    "entropy": lambda: d3s.entropy(LOGITS_WITH_GRADIENT),
+    "logprob_entropy": lambda: d3s.logprob_entropy(LOGITS_WITH_GRADIENT, LABELS),
+}
+
+
 @pytest.mark.parametrize("op", CALLS)
 def test_overhead(contest: Contest, op: str) -> None:
     contest(f"overhead of {op}", "4 values", CALLS[op], yardsticks={"x.sum()": lambda: FEW.sum()}, of_caller=True)
+
+
+@pytest.mark.parametrize("op", CALLS_WITH_GRADIENT)
+def test_overhead_with_a_gradient(contest: Contest, op: str) -> None:
+    call, yardsticks = CALLS_WITH_GRADIENT[op], {"x.sum()": lambda: LEAF.sum()}
+    contest(f"overhead of {op} with a gradient", "4 values", call, yardsticks=yardsticks, of_caller=True)

@@ -57,6 +57,13 @@ CALLS = (
 DIFFERENTIABLE = ("importance_ratio", "entropy", "logprob_entropy")
 
 
+def of_a_call(selection: float, differentiable: float) -> tuple[Target, ...]:
+    """The targets of a call's fixed cost; what has a gradient is also called with one."""
+    bounds = {call: differentiable if call in DIFFERENTIABLE else selection for call in CALLS}
+    bounds |= {f"{call} with a gradient": differentiable for call in DIFFERENTIABLE}
+    return tuple(Within(f"overhead of {call}", "x.sum()", bound) for call, bound in bounds.items())
+
+
 def in_triton(contest: str) -> str:
     """The name of this contest for the Triton kernels, which serve GPUs without the CUDA library."""
     return f"{contest}, in Triton"
@@ -166,7 +173,7 @@ CPU: tuple[Target, ...] = (
     *(Within(contest, "copy", 1.3) for contest in COPIES),
     *(Faster(contest, (peer,)) for contest, peer in RATIOS if contest in COPIES),
     *(Faster(contest, (peer,), 5) for contest, peer in RATIOS if contest not in COPIES),
-    *(Within(f"overhead of {call}", "x.sum()", 7 if call in DIFFERENTIABLE else 4) for call in CALLS),
+    *of_a_call(selection=4, differentiable=7),
     Faster(f"linear_logprob_entropy forward, wide, bf16{BESIDE_UNSLOTH}", (UNSLOTH,)),
     Faster(f"{HEAD_STEP}, wide, bf16{BESIDE_UNSLOTH}", (UNSLOTH,)),
     *of_64_rollouts(DEEP_MODEL, 0.4, 0.2),
@@ -223,7 +230,7 @@ CUDA: tuple[Target, ...] = (
     *(Faster(f"max_variance_select, {where}", ("vectorised PyTorch",)) for where in ("groups", "pool")),
     *(Within(contest, "copy", 1.12) for contest in COPIES),
     *(Faster(contest, (peer,)) for contest, peer in RATIOS),
-    *(Within(f"overhead of {call}", "x.sum()", 3 if call in DIFFERENTIABLE else 2) for call in CALLS),
+    *of_a_call(selection=2, differentiable=3),
     ShareOf(in_triton("logprob_entropy forward"), READS, 85),
     Within(in_triton("logprob_entropy forward"), CUDA_LIBRARY),
     Within(in_triton("logprob_entropy forward, few rows"), CUDA_LIBRARY),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +160,83 @@ def test_where_no_wheel_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda, machine in (("11.8", "x86_64"), ("14.0", "x86_64"), ("12.8", "aarch64"), ("13.0", "arm64")):
         monkeypatch.setattr(libraries.platform, "machine", lambda machine=machine: machine)
         assert libraries.how_to_get_cuda(cuda).startswith(f"no wheel has one for CUDA {cuda} on this platform"), machine
+
+
+# ---- GPUs that the CUDA library has no code for ----------------------------------------------------------------------
+
+WHEEL = "80-real 86-real 89-real 90-real 100-real 120"
+
+
+def test_gpus_for_which_there_is_code_and_none() -> None:
+    for architectures, code, none in (
+        (WHEEL, "8.0 8.7 8.9 9.0 10.0 10.3 12.0 12.1 13.0", "7.5 11.0"),  # 13.0 by PTX
+        ("86-real", "8.6 8.9", "8.0 9.0 12.0"),
+        ("86-virtual", "8.6 9.0 12.0", "8.0 7.5"),
+        ("90a-real", "9.0", "8.9 10.0"),
+        ("100a", "10.0", "10.3 12.0"),
+        ("100f", "10.0 10.3", "9.0 11.0"),
+        ("native", "7.5 9.0", ""),
+    ):
+        for capabilities, expected in ((code, True), (none, False)):
+            for capability in capabilities.split():
+                major, minor = map(int, capability.split("."))
+                assert libraries.has_code(architectures, (major, minor)) is expected, (architectures, capability)
+
+
+def test_the_line_that_compiles_code() -> None:
+    for architectures, capability, helps in (
+        (WHEEL, (7, 5), "set D3S_KERNELS_BACKEND=torch"),
+        (WHEEL, (11, 0), f"CMAKE_CUDA_ARCHITECTURES='{WHEEL.replace(' ', ';')};110-real' ."),
+        ("90-virtual", (8, 9), "CMAKE_CUDA_ARCHITECTURES='90-virtual;89-real' ."),
+    ):
+        assert libraries.how_to_get_code(architectures, capability).endswith(helps)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """A CUDA library with the code of a wheel, and GPUs of the compute capabilities that the test adds."""
+    capabilities: list[tuple[int, int]] = []
+
+    def properties(index: int) -> SimpleNamespace:
+        major, minor = capabilities[index]
+        return SimpleNamespace(name="NVIDIA Thor", major=major, minor=minor)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(libraries, "build_info", lambda: {"cuda_architectures": WHEEL})
+    monkeypatch.setattr(libraries, "_why_it_does_not_load", lambda: None)
+    monkeypatch.setattr(libraries, "_without_code", None)
+    monkeypatch.setattr(backends, "is_built", lambda device: True)
+    monkeypatch.setattr(backends, "_serving", {"cuda": dict.fromkeys(_torch.KERNELS, "cuda")})
+    library = torch.library.Library("d3s_kernels", "IMPL")
+    monkeypatch.setattr(backends, "_library", library)
+    yield capabilities
+    library._destroy()
+
+
+@here
+def test_gpus_with_code(gpus: list[tuple[int, int]]) -> None:
+    gpus += [(9, 0), (12, 1)]
+    backends._when_gpus_are_known()
+    assert backends.serving("cuda") == {"cuda"}
+    assert backends.explain("cuda") == "computed by the compiled CUDA library"
+
+
+@here
+def test_one_gpu_without_code(gpus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton and plain PyTorch serve all GPUs then; where "cuda" is forced, CUDA does not even initialise."""
+    gpus += [(9, 0), (11, 0)]
+    reason = f"the CUDA library has no code for cuda:1, NVIDIA Thor of compute capability 11.0, only for {WHEEL}; "
+    monkeypatch.setattr(backends, "forced_backend", "cuda")
+    with pytest.raises(RuntimeError, match=f"^D3S_KERNELS_BACKEND: got 'cuda', which does not run here: {reason}"):
+        backends._when_gpus_are_known()
+    assert backends.serving("cuda") == {"cuda"}
+    monkeypatch.setattr(backends, "forced_backend", None)
+    backends._when_gpus_are_known()
+    assert backends.serving("cuda") <= {"triton", "torch"}
+    assert backends.explain("cuda").partition("; ")[2].startswith(reason)
+    kernel = torch._C._dispatch_dump("d3s_kernels::topk_mask")
+    assert re.search(r"^CUDA: .*backends\.py", kernel, re.MULTILINE)
 
 
 # ---- python -m d3s_kernels -------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ import d3s_kernels as d3s
 
 OPS = torch.ops.d3s_kernels
 SAVED = OPS.logprob_entropy.default, OPS.linear_logprob_entropy.default
+# In a reentrant checkpoint, the first forward needs no gradient.
+WITHOUT_GRADIENT = {OPS.logprob_entropy.default: OPS.logprob_entropy_no_grad.default}
 CHOOSE = OPS.select_tokens.default, OPS.importance_ratio.default
 
 
@@ -75,7 +77,8 @@ def test_a_checkpoint_changes_no_bit(way: str) -> None:
     with Count() as count:
         actual = gradients(function, *arguments)
     assert_same(actual, expected)
-    assert [count.calls[op] for op in SAVED] == [runs_of_saved] * len(SAVED)
+    calls = [count.calls[op] + count.calls[WITHOUT_GRADIENT.get(op)] for op in SAVED]
+    assert calls == [runs_of_saved] * len(SAVED)
     assert [count.calls[op] for op in CHOOSE] == [runs_of_others] * len(CHOOSE)
 
 

@@ -81,45 +81,19 @@ def test_what_is_wrong_or_does_not_run_as_json(found: dict[str, Any], capsys: py
         assert (run["backend"], run["error"], run["ops"]) == (backend, "OSError: no C compiler", {})
 
 
-WHEEL = "80-real 86-real 89-real 90-real 100-real 120"
-
-
-def test_gpus_for_which_there_is_code_and_none() -> None:
-    for architectures, capabilities in {
-        WHEEL: "8.0 8.7 8.9 9.0 10.0 10.3 12.0 12.1 13.0",  # the last by PTX
-        "86-real": "8.6 8.9",
-        "86-virtual": "8.6 9.0 12.0",
-        "90a-real": "9.0",
-        "native": "7.5 9.0",
-    }.items():
-        for capability in capabilities.split():
-            major, minor = map(int, capability.split("."))
-            assert doctor.without_code(architectures, (major, minor)) == "", capability
-    for architectures, capability, helps in (
-        (WHEEL, (7, 5), "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"),
-        (WHEEL, (11, 0), f"CMAKE_CUDA_ARCHITECTURES='{WHEEL.replace(' ', ';')};110-real' ."),
-        ("86-real", (8, 0), "CMAKE_CUDA_ARCHITECTURES='86-real;80-real' ."),
-        ("90-virtual", (8, 9), "CMAKE_CUDA_ARCHITECTURES='90-virtual;89-real' ."),
-    ):
-        said = doctor.without_code(architectures, capability)
-        assert said.startswith(f"; the library has no code for this GPU, only for {architectures}; ")
-        assert said.endswith(helps)
-
-
-def test_the_report_names_a_gpu_without_code(
+def test_the_report_finds_the_gpus_first(
     found: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checks of this GPU are those of the fixture."""
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(doctor, "devices", lambda: iter([(gpu, "a GPU")]))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {gpu: (8, 0)}[device])
-    monkeypatch.setattr(backends, "serving", lambda device: {"cuda"})
-    monkeypatch.setattr(d3s, "build_info", lambda: {"cuda_architectures": "90-real"})
+    """Whether the CUDA library has code for them is known only then."""
+
+    def devices() -> Iterator[tuple[torch.device, str]]:
+        monkeypatch.setattr(backends, "why_not", lambda backend: f"{backend} has no code")
+        yield torch.device("cpu"), "2 threads"
+
+    monkeypatch.setattr(doctor, "devices", devices)
+    assert as_json(capsys, 0)["why_not"] == {name: f"{name} has no code" for name in backends.BACKENDS}
     commands.main(["doctor"])
-    text = capsys.readouterr().out
-    (device,) = as_json(capsys, 0)["devices"]
-    assert device["explanation"] == backends.explain("cuda") + doctor.without_code("90-real", (8, 0))
-    assert f"cuda:0: a GPU; {device['explanation']}\n" in text
+    assert "\ncuda: cuda has no code\n" in capsys.readouterr().out
 
 
 def test_the_report_as_text_is_the_same_by_every_command(

@@ -74,6 +74,9 @@ def test_any_logits() -> None:
         expected = reference.logprob_entropy(**given)
         assert_logprob(logprob, expected[0])
         assert_entropy(row_entropy, expected[1])
+        recorded = logprob_entropy(**given | {"logits": given["logits"].clone().requires_grad_()})  # another op
+        assert_same_bits(recorded[0].detach(), logprob)
+        assert_same_bits(recorded[1].detach(), row_entropy)
         del given["labels"]
         assert_same_bits(entropy(**given), row_entropy)
 

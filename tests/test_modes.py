@@ -112,6 +112,21 @@ def test_forward_mode_is_refused(form: str) -> None:
         assert_same([*function(values)], [*function(values)])
 
 
+@forms
+def test_a_tensor_that_a_transform_has_left(form: str) -> None:
+    """Functorch has wrapped it, and autograd knows only the tensor within."""
+    function, make = FORMS[form]
+    values, left = make().requires_grad_(), []
+
+    def leave(one: Tensor) -> Tensor:
+        left.append(one * values)
+        return one.sum()
+
+    torch.func.grad(leave)(torch.ones_like(values))
+    actual = torch.autograd.grad(sum(result.sum() for result in function(left[0])), values)
+    assert_same(actual, torch.autograd.grad(sum(result.sum() for result in function(values)), values))
+
+
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
 def test_forward_mode_is_refused_of_the_head(name: str) -> None:
     head = {"hidden": torch.randn(4, 9, 16), "weight": torch.randn(300, 16), "bias": torch.randn(300)}

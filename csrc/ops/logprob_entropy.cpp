@@ -28,6 +28,16 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
   return outputs;
 }
 
+std::tuple<Tensor, Tensor> logprob_entropy_no_grad(const Tensor& logits, const OptionalTensor& labels,
+                                                   const TemperatureArgument& temperature, const OptionalTensor& mask) {
+  const LogitsArgument argument(logits, labels, temperature, mask);
+  const auto sizes = leading_sizes(logits, argument.dims);
+  const Tensor logprob = empty(sizes, ScalarType::Float, logits), entropy = empty(sizes, ScalarType::Float, logits);
+  TorchDevice device(logits, labels ? PublicOp::kLogprobEntropy : PublicOp::kEntropy);
+  row_statistics(argument.rows, {mutable_data<float>(logprob), mutable_data<float>(entropy)}, {}, device);
+  return {logprob, entropy};
+}
+
 Tensor logprob_entropy_backward(const GradientArguments& given, const TemperatureArgument& temperature,
                                 const OptionalTensor& mask, const Tile& tile) {
   const Tensor& logits = given.logits;
@@ -157,6 +167,11 @@ D3S_REGISTER(
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
     logprob_entropy)
+// The same without the results that only the gradient needs.
+D3S_REGISTER(
+    "logprob_entropy_no_grad(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None) -> (Tensor logprob, Tensor entropy)",
+    logprob_entropy_no_grad)
 D3S_REGISTER(
     "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "

@@ -23,6 +23,8 @@ def require_tensors(**arguments: Tensor | None) -> None:
     for name, value in arguments.items():
         if type(value) is not Tensor and type(value) is not Parameter:
             value = _require_subclass(name, value, "a tensor")
+        if len(arguments) == 1:
+            return
         if device is None:
             device = value.device
         elif value.device != device:
@@ -222,8 +224,8 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
     """Checks a temperature, and returns the ops' two arguments for it: a Python number and None; or 1.0 and a float32
     tensor, which is 0-d or has one value for each row of ``like``. Under torch.compile, a number becomes a 0-d tensor.
     """
-    if not isinstance(temperature, Tensor):
-        if not is_number(temperature):
+    if type(temperature) is float or not isinstance(temperature, Tensor):
+        if type(temperature) is not float and not is_number(temperature):
             raise no_tensor("temperature", temperature, "a number or a float tensor")
         if torch.compiler.is_compiling():
             require_temperature(temperature)

@@ -1,8 +1,9 @@
 """Decides which back-end computes each op on each kind of device, and lets the user force a back-end.
 
     tensors on a CPU    the compiled CPU library
-    tensors on a GPU    the compiled CUDA library; without this library, Triton (``_triton/``) for the ops and sizes
-                        that have a Triton kernel, and plain PyTorch (``_torch/``) for the rest
+    tensors on a GPU    the compiled CUDA library; without this library, or if it has no code for a GPU that is here,
+                        Triton (``_triton/``) for the ops and sizes that have a Triton kernel, and plain PyTorch
+                        (``_torch/``) for the rest
 
 ``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces a back-end. If "torch" is forced, it also serves CPUs. If "triton" is
 forced, it serves CPUs only in Triton's interpreter (``TRITON_INTERPRET=1``).
@@ -13,7 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from .. import _torch, reference
 from .build import build_info
 from .faults import look
-from .libraries import argument_names, why_not_cuda
+from .libraries import argument_names, look_for_code, why_not_cuda
 
 _Kernel = Callable[..., Any]
 
@@ -34,7 +35,6 @@ DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # kinds of devices, and 
 _OLDEST_TRITON = (3, 6)
 
 
-@cache
 def why_not(backend: str) -> str | None:
     """Returns why this back-end does not run here, or None if it should run. The check launches nothing on a GPU."""
     if backend == "cuda":
@@ -109,10 +109,8 @@ def is_built(device: str) -> bool:
     return device == "cpu" or torch.xpu._is_compiled()
 
 
-def _serve(library: torch.library.Library, forced: str | None) -> None:
-    for device, key in DEVICES.items():
-        if not is_built(device):
-            continue
+def _serve(library: torch.library.Library, forced: str | None, devices: Iterable[str] = DEVICES) -> None:
+    for device in filter(is_built, devices):
         choice = _choice(device, forced)
         SLICES[device] = CPU_SLICE if choice[0] == "cpu" else GPU_SLICE
         if choice[0] in ("cpu", "cuda"):  # loading the library has registered its kernels
@@ -123,7 +121,7 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
             warnings.filterwarnings("ignore", ".*other operators may also be overridden")
             for op, backend in _serving[device].items():
                 run = _python_kernel(op, backend, device, forced)
-                library.impl(op, run, key, allow_override=True)  # type: ignore[no-untyped-call]
+                library.impl(op, run, DEVICES[device], allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def reads_masked_rows(device: str) -> bool:
@@ -159,15 +157,36 @@ def _forced_by_environment() -> str | None:
     name = os.environ.get("D3S_KERNELS_BACKEND") or None
     if name is not None and name not in BACKENDS:
         raise ValueError(f"D3S_KERNELS_BACKEND: got {name!r}; takes one of {', '.join(map(repr, BACKENDS))}")
+    _require_forced(name)
+    return name
+
+
+def _require_forced(name: str | None) -> None:
     if name is not None and (reason := why_not(name)):
         raise RuntimeError(f"D3S_KERNELS_BACKEND: got {name!r}, which does not run here: {reason}")
-    return name
 
 
 forced_backend = _forced_by_environment()
 why_not("cuda")  # loads the CUDA library now: if loaded later, it would replace the kernels registered below
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 _serve(_library, forced_backend)
+
+
+def _when_gpus_are_known() -> None:
+    """If the CUDA library has no code for a GPU of this process, Triton and plain PyTorch serve GPUs from now on; under
+    ``D3S_KERNELS_BACKEND=cuda``, raises RuntimeError instead.
+    """
+    look_for_code()
+    if why_not("cuda") is not None:
+        _require_forced(forced_backend)
+        _serve(_library, forced_backend, ["cuda"])
+
+
+# Torch calls this function when it initialises CUDA, before there is a tensor on a GPU, or now if CUDA is initialised.
+# To ask for the GPUs at import would initialise CUDA, and then a process that is forked later could not use it. NVML
+# would not, but it does not know every GPU (Jetson), and counts GPUs in another order than CUDA.
+if why_not("cuda") is None:
+    torch.cuda._lazy_call(_when_gpus_are_known)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -194,7 +213,8 @@ def backends() -> dict[str, dict[str, str]]:
 
     ``"cpu"`` and ``"cuda"`` are the compiled libraries. ``"triton"`` serves GPUs on which no compiled library runs.
     ``"torch"`` is plain PyTorch, for ops without a Triton kernel and for segments that are too long for Triton.
-    ``python -m d3s_kernels`` says why each back-end was chosen, and checks all back-ends.
+    ``python -m d3s_kernels`` says why each back-end was chosen, and checks all back-ends. Whether the CUDA library has
+    code for the GPUs that are here is known from the moment when torch initialises CUDA.
 
     Returns:
         ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.

@@ -60,9 +60,9 @@ def tell() -> None:
     """Warns of the faults that ops have met, once for each op and kind of fault, without a host sync. Under
     ``D3S_KERNELS_CHECK=error``, raises RuntimeError instead.
     """
-    if torch.compiler.is_compiling() or (_noted is None and not _looks):
+    met = [] if _noted is None else _noted.take()
+    if not met and not _looks:
         return
-    met = _noted.take() if _noted else []
     for each in [each for each in _looks if each.arrived is None or each.arrived.query()]:
         _looks.remove(each)
         answers = zip(each.faults, each.answers.tolist(), strict=True)
@@ -101,7 +101,8 @@ def synchronize_checks() -> None:
         if devices.is_initialized():
             for index in range(devices.device_count()):
                 devices.synchronize(index)
-    tell()
+    if not torch.compiler.is_compiling():
+        tell()
 
 
 def _setting() -> str | None:
@@ -121,15 +122,20 @@ class _Noted:
         library.d3s_kernels_faults.restype = ctypes.POINTER(ctypes.c_void_p)
         # The address of a pointer to this memory. The pointer is null until an op has run on a GPU.
         self.address = library.d3s_kernels_faults()
+        self.memory: ctypes.Array[ctypes.c_char] | None = None
 
     def take(self) -> list[tuple[str, str]]:
         """Returns the faults that were noted since the previous call, and erases them."""
-        at = self.address[0]
-        if at is None or (bytes_now := ctypes.string_at(at, len(self.nothing))) == self.nothing:
+        if self.memory is None:
+            if self.address[0] is None:
+                return []
+            self.memory = (ctypes.c_char * len(self.nothing)).from_address(self.address[0])
+        bytes_now = self.memory.raw
+        if bytes_now == self.nothing:
             return []
         places = [i for i, byte in enumerate(bytes_now) if byte]
         for i in places:
-            ctypes.memset(at + i, 0, 1)
+            self.memory[i] = b"\0"
         return [self.meanings[i] for i in places]
 
 
@@ -164,7 +170,7 @@ _looks: list[_Look] = []
 
 # Maps each op whose arguments are checked to the public op that warnings name.
 _LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
-_LOOKED_AT["support_logprob_entropy"] = "logprob_entropy"
+_LOOKED_AT |= dict.fromkeys(("logprob_entropy_no_grad", "support_logprob_entropy"), "logprob_entropy")
 
 
 def public_name(op: str, arguments: Mapping[str, Any]) -> str:

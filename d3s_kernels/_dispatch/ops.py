@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from . import faults
-from .registration import EAGER
+from .libraries import builtin
+from .registration import EAGER, NO_GRAD, below_autograd
 
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
@@ -27,11 +28,15 @@ def _with_usual_errors(op: _Op) -> _Op:
     which trainers catch. Before the op runs, the wrapper warns of faults that earlier ops have met on a GPU.
     """
 
+    eager, is_compiling, tell = builtin(op), torch.compiler.is_compiling, faults.tell
+
     @wraps(op)
     def call(*arguments: Any) -> Any:
-        faults.tell()
-        try:
+        if is_compiling():
             return op(*arguments)
+        tell()
+        try:
+            return eager(*arguments)
         except RuntimeError as error:
             if type(error) is RuntimeError and _REFUSAL.match(str(error)):
                 raise ValueError(str(error)) from None
@@ -42,22 +47,27 @@ def _with_usual_errors(op: _Op) -> _Op:
     return call
 
 
-def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
+def _past_torchs_autograd(op: _Op, differentiable: _Op, no_grad: _Op | None) -> _Op:
     """Wraps an op so that torch's autograd kernel is skipped. That kernel is Python code: it takes 4 us for each call,
-    or 100 us with a gradient. If a gradient is needed, ``differentiable`` is called instead of the op.
+    or 100 us with a gradient. If a gradient is needed, ``differentiable`` is called instead of the op; if none is
+    needed, ``no_grad`` is called, which has no autograd kernel.
     """
 
-    is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
-    any_requires_grad, below_autograd = torch._C._any_requires_grad, torch._C._AutoDispatchBelowAutograd
+    is_grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+    transforms = torch._C._functorch.peek_interpreter_stack
+    any_requires_grad = torch._C._any_requires_grad
+    eager, no_grad = builtin(op), no_grad and builtin(no_grad)
 
     @wraps(op)
     def call(*arguments: Any) -> Any:
         if is_compiling() or transforms() is not None:
             return op(*arguments)
-        if torch.is_grad_enabled() and any_requires_grad(*arguments):
+        if is_grad_enabled() and any_requires_grad(*arguments):
             return differentiable(*arguments)
+        if no_grad is not None:
+            return no_grad(*arguments)
         with below_autograd():
-            return op(*arguments)
+            return eager(*arguments)
 
     return call
 
@@ -87,8 +97,11 @@ def _public(op: _Op) -> _Op:
 
 def function_of(name: str) -> _Op:
     """Returns the function that calls the op ``name``."""
-    op = _public(getattr(_op, name).default)
-    return _past_torchs_autograd(op, _public(EAGER[name])) if name in EAGER else op
+    op = getattr(_op, name).default
+    if name in EAGER:
+        no_grad = getattr(_op, NO_GRAD[name]).default if name in NO_GRAD else None
+        op = _past_torchs_autograd(op, EAGER[name], no_grad)
+    return _public(op)
 
 
 def check(op: str, *arguments: Any) -> None:

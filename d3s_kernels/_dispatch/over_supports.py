@@ -45,11 +45,13 @@ def row_statistics(
     mask: Tensor | None,
     supports: OptionalSupports,
 ) -> tuple[Tensor, ...]:
-    """Returns the log-probability, entropy, maximum and log S of each row, over its support if it has one."""
+    """Returns the log-probability and the entropy of each row, over its support if it has one; more results may follow
+    these two.
+    """
     if supports.ids is None:
         results: tuple[Tensor, ...] = ops.logprob_entropy(logits, labels, *temperature, mask)
     else:
-        results = support_logprob_entropy(logits, labels, *supports, *temperature, mask)[:4]
+        results = support_logprob_entropy(logits, labels, *supports, *temperature, mask)
     return results
 
 

@@ -6,8 +6,9 @@ that are written in Python are declared in ``over_supports`` and ``_lm_head/op.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .. import _torch
 from .._arguments.checks import require_readable
 from .._torch.kernels import row_statistics
 from .backends import DEVICES, is_built
-from .libraries import COMPILED, argument_names, by_name, default_arguments, named, schema_of
+from .libraries import COMPILED, argument_names, builtin, by_name, default_arguments, named, schema_of
 
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 
@@ -56,7 +57,14 @@ def declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     torch.library.register_fake(f"d3s_kernels::{name}", fake, lib=_declared)
 
 
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
+
+NO_GRAD = {"logprob_entropy": "logprob_entropy_no_grad"}
+"""Maps the name of an op to the op without the results that only the gradient needs. In eager mode, the function of the
+op (``ops.py``) does not return these results; to allocate and to return one takes 1 us.
+"""
 
 EAGER: dict[str, Callable[..., Any]] = {}
 """Maps the name of an op to the function that eager mode calls: it runs the op and records the op's gradient. The
@@ -81,6 +89,7 @@ class Gradient:
         """
         self.names, self._takes, self._change = argument_names(op), default_arguments(backward), change
         self._op, self._backward = (getattr(torch.ops.d3s_kernels, name).default for name in (op, backward))
+        self._in_eager_mode = builtin(self._op)
         schema = schema_of(op)
         values = *schema.arguments, *schema.returns
         saved = [place for place, value in enumerate(values) if value.name in self._takes or value.name in keep]
@@ -88,32 +97,45 @@ class Gradient:
         self._tensors = {values[place].name: place for place in tensors}
         self._numbers = {values[place].name: place for place in saved if place not in tensors}
         self._incoming = [f"grad_{result.name}" for result in schema.returns]
+        self._constant = [place for place, name in enumerate(self._incoming) if name not in self._takes]
+        self._returned = len(self._incoming) - len(self._constant) if op in NO_GRAD else None  # constant ones are last
+        self._saved = _values_at(self._tensors.values()), _values_at(self._numbers.values())
         differentiable = [result.name.removeprefix("grad_") for result in schema_of(backward).returns]
-        self._places = [self.names.index(name) for name in differentiable]
+        self.places = [self.names.index(name) for name in differentiable]
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
         results = output if isinstance(output, tuple) else (output,)
-        constant = [value for value, grad in zip(results, self._incoming, strict=True) if grad not in self._takes]
-        ctx.mark_non_differentiable(*constant)
-        values = *inputs, *results
-        ctx.save_for_backward(*[values[place] for place in self._tensors.values()])
-        ctx.numbers = [values[place] for place in self._numbers.values()]
+        if self._constant:
+            ctx.mark_non_differentiable(*[results[place] for place in self._constant])
+        self._keep(ctx, (*inputs, *results))
+
+    def _keep(self, ctx: Any, values: tuple[Any, ...]) -> None:
+        tensors, numbers = self._saved
+        ctx.save_for_backward(*tensors(values))
+        ctx.numbers = numbers(values)
 
     def saved(self, ctx: Any, saved_tensors: tuple[Tensor, ...], incoming: tuple[Tensor | None, ...]) -> dict[str, Any]:
         """Returns the saved values and the incoming gradients, by name."""
         values = self._takes | dict(zip(self._tensors, saved_tensors, strict=True))
         values |= dict(zip(self._numbers, ctx.numbers, strict=True))
-        values |= dict(zip(self._incoming, incoming, strict=True))
+        values |= dict(zip(self._incoming, incoming, strict=False))  # the constant results may not have been returned
         if self._change is not None:
             self._change(values)
         return values
 
     def forward(self, ctx: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = self._op(*inputs)
-        self.save(ctx, inputs, output)
-        return output
+        """Runs the op in eager mode. If eager mode has an op without the constant results (:data:`NO_GRAD`), these
+        results are only saved for the backward, since torch takes time for each result of a function.
+        """
+        with below_autograd():
+            output = self._in_eager_mode(*inputs)
+        if self._returned is None:
+            self.save(ctx, inputs, output)
+            return output
+        ctx.set_materialize_grads(False)
+        self._keep(ctx, inputs + output)
+        return output[: self._returned]
 
     def backward(self, ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         results: list[Tensor | None] = [None] * len(self.names)
@@ -123,16 +145,16 @@ class Gradient:
         if torch.is_grad_enabled():  # autograd must see the backward op, which refuses a second derivative
             gradients = self._run(ctx, tensors, incoming)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 gradients = self._run(ctx, tensors, incoming)
-        for place, gradient in zip(self._places, gradients, strict=True):
+        for place, gradient in zip(self.places, gradients, strict=True):
             if self._needed(ctx, place):
                 results[place] = gradient
         return tuple(results)
 
     def _run(self, ctx: Any, tensors: tuple[Tensor, ...], incoming: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         values = self.saved(ctx, tensors, incoming)
-        values["wanted"] = [self._needed(ctx, place) for place in self._places]
+        values["wanted"] = [self._needed(ctx, place) for place in self.places]
         gradients = self._backward(*[values[name] for name in self._takes])
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
@@ -141,13 +163,32 @@ class Gradient:
         return place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place]
 
 
+def _values_at(places: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Returns a function that takes the values at these places from a tuple. ``itemgetter`` takes half the time of a
+    loop, but returns a tuple only for several places.
+    """
+    places = tuple(places)
+    return itemgetter(*places) if len(places) > 1 else lambda values: tuple(values[place] for place in places)
+
+
 def register_gradient(op: str, gradient: Gradient) -> None:
     """Registers the gradient of an op for graphs, and adds the op's function for eager mode to :data:`EAGER`."""
     torch.library.register_autograd(f"d3s_kernels::{op}", gradient.backward, setup_context=gradient.save)
     defaults = list(default_arguments(op).values())
     methods = {"forward": staticmethod(gradient.forward), "backward": staticmethod(gradient.backward)}
     function: Any = type(f"GeneratedBackwardFor_d3s_kernels_{op}_default", (torch.autograd.Function,), methods)
-    EAGER[op] = lambda *arguments: function.apply(*arguments, *defaults[len(arguments) :])
+    # Function.apply of torch is not called: it also looks for transforms of functorch, which the functions in ops.py
+    # have done, and unwraps all arguments that such a transform has left, in 2 us. Only those with a gradient need it.
+    apply, unwrapped = super(torch.autograd.Function, function).apply, torch._C._functorch.unwrap_if_dead
+
+    def run(*arguments: Any) -> Any:
+        values = [*arguments, *defaults[len(arguments) :]]
+        for place in gradient.places:
+            if values[place] is not None:
+                values[place] = unwrapped(values[place])
+        return apply(*values)
+
+    EAGER[op] = run
 
 
 def register_no_second_derivative(op: str) -> None:

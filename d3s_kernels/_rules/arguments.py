@@ -40,11 +40,12 @@ def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float |
     """
     if ratio is None:
         return None, None
-    if isinstance(ratio, Tensor):
-        require_optional_tensors(like, ratio=ratio)
-        return None, ratio
-    if not is_number(ratio):
-        raise no_tensor("ratio", ratio, "a number or a 0-d tensor")
+    if type(ratio) is not float:  # the usual case
+        if isinstance(ratio, Tensor):
+            require_optional_tensors(like, ratio=ratio)
+            return None, ratio
+        if not is_number(ratio):
+            raise no_tensor("ratio", ratio, "a number or a 0-d tensor")
     if torch.compiler.is_compiling():
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
@@ -109,17 +110,19 @@ def select_tokens_arguments(
     weights. With the rule "advantage_entropy", ``entropy`` may also be logits.
     """
     require_rule(rule, TOKEN_RULES)
-    if TOKENS[rule].reads_advantages:
+    scoring = TOKENS[rule]
+    if scoring.reads_advantages:
         require_tensors(entropy=entropy, advantages=advantages)
     else:
         require_tensors(entropy=entropy)
     require_segments(entropy, segments)
     require_flag("drop_zeros", drop_zeros)
-    if drop_zeros and TOKENS[rule].draws:
+    if drop_zeros and scoring.draws:
         raise ValueError(f"drop_zeros: got True with rule {rule!r}; takes False: scores are random numbers, never 0")
     number, tensor = _ratio_argument(ratio, entropy)
     mask = checked_mask(mask, entropy)
-    require_generator(generator, rule, TOKENS[rule].draws, entropy)
+    if generator is not None:
+        require_generator(generator, rule, scoring.draws, entropy)
     values, weights = token_factors(rule, entropy, advantages, generator, rank)
     if weights.dtype != torch.float32:
         if not weights.dtype.is_floating_point:  # the dispatcher refuses unreadable float tensors

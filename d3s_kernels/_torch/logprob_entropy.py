@@ -55,6 +55,17 @@ def logprob_entropy(
     return logprob, entropy, top, log_sum
 
 
+@op(lambda logits, **_: row_statistics(logits, logits.shape[:-1])[:2])
+def logprob_entropy_no_grad(
+    logits: Tensor,
+    labels: Tensor | None,
+    temperature: NumberOrTensor = ONE,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    logprob, entropy, _, _ = logprob_entropy(logits, labels, temperature, mask)
+    return logprob, entropy
+
+
 def _of_rows(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
     """Returns the four results of each row, [4, rows]: log-probability, entropy, maximum and log S."""
     columns = logits.shape[-1]

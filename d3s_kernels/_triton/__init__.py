@@ -34,6 +34,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     kernel.__name__: _on_its_device(of_schema(kernel))
     for kernel in (
         logprob_entropy.logprob_entropy,
+        logprob_entropy.logprob_entropy_no_grad,
         logprob_entropy.softmax_state_,
         logprob_entropy.softmax_state_finish,
         backward.logprob_entropy_backward,

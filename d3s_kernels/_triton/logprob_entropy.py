@@ -181,6 +181,15 @@ def logprob_entropy(
     return row_statistics(logits, labels, temperature, mask)
 
 
+def logprob_entropy_no_grad(
+    logits: Tensor,
+    labels: Tensor | None,
+    temperature: NumberOrTensor = ONE,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    return row_statistics(logits, labels, temperature, mask)[:2]
+
+
 def row_statistics(
     logits: Tensor,
     labels: Tensor | None,

@@ -13,7 +13,6 @@ from .._dispatch import backends
 from .compare import Comparison, Difference, compare_here, public, row_of
 from .tolerances import FUNCTIONS, LENGTHS, calls
 
-OLDEST = (8, 0)  # the lowest compute capability that the CUDA kernels can be compiled for
 SCHEMA = 1  # the version of the JSON report; increased when a field changes its meaning or is removed
 _HEAD = "error / allowed, * serves"
 Say = Callable[[str], object]  # a function that is called with each part of the text report
@@ -31,7 +30,7 @@ def report(build: dict[str, Any], say: Say) -> dict[str, Any]:
         "build": build,
         "cpu_half_products": [str(dtype).removeprefix("torch.") for dtype in backends.half_products()],
         "forced_backend": backends.forced_backend,
-        "why_not": {backend: backends.why_not(backend) for backend in backends.BACKENDS},
+        "why_not": {},
         "devices": [],
         "good": True,
     }
@@ -42,12 +41,12 @@ def report(build: dict[str, Any], say: Say) -> dict[str, Any]:
     half = ", ".join(facts["cpu_half_products"]) or "none"
     say(f"matrix products in half precision on the CPU: {half}; others in float32")
     say(f"D3S_KERNELS_BACKEND: {backends.forced_backend or 'not set'}")
+    found = list(devices())  # initialises CUDA: then it is known whether the CUDA library has code for the GPUs
+    facts["why_not"] = {backend: backends.why_not(backend) for backend in backends.BACKENDS}
     for backend, why in facts["why_not"].items():
         say(f"{backend}: {why or 'there'}")
-    for device, what in devices():
+    for device, what in found:
         explanation = backends.explain(device.type)
-        if "cuda" in backends.serving(device.type):
-            explanation += without_code(build["cuda_architectures"], torch.cuda.get_device_capability(device))
         say(f"{device}: {what}; {explanation}")
         examined, good = _examine(device, say)
         facts["devices"].append(
@@ -65,30 +64,6 @@ def devices() -> Iterator[tuple[torch.device, str]]:
         yield torch.device("cuda", index), f"{facts.name}, compute capability {facts.major}.{facts.minor}"
     for index in range(torch.xpu.device_count()):
         yield torch.device("xpu", index), torch.xpu.get_device_name(index)
-
-
-def without_code(architectures: str, capability: tuple[int, int]) -> str:
-    """If the CUDA library has no code for a GPU of this compute capability, returns a message that says so and names a
-    remedy. Otherwise returns an empty string.
-
-    ``architectures`` is a list in CMake's notation. The entry ``90-real`` stands for machine code, which runs on GPUs
-    with the same major version and the same or a higher minor version. The entry ``90-virtual`` stands for PTX, which
-    runs on GPUs with the same or any later version. The entry ``90`` stands for machine code and PTX. If there is any
-    other entry, such as ``native``, the library is assumed to have code for every GPU.
-    """
-    for name in architectures.split():
-        number, _, kind = name.partition("-")
-        if not number.isdecimal():
-            return ""
-        built = divmod(int(number), 10)
-        if built <= capability and (kind != "real" or built[0] == capability[0]):
-            return ""
-    said = f"; the library has no code for this GPU, only for {architectures}; "
-    if capability < OLDEST:
-        return said + "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"
-    wanted = ";".join([*architectures.split(), "{}{}-real".format(*capability)])
-    setting = f"-C cmake.define.CMAKE_CUDA_ARCHITECTURES='{wanted}'"
-    return said + f"in a clone, this compiles it: pip install --no-build-isolation {setting} ."
 
 
 def _examine(device: torch.device, say: Say) -> tuple[list[dict[str, Any]], bool]:

@@ -266,6 +266,9 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
             "logits": logits.clone().requires_grad_(), "labels": labels, "temperature": temperature, "mask": mask,
             "sampling_mask": kept, "label_outside": "include",
         },
+        "logprob_entropy_no_grad": {
+            "logits": logits, "labels": labels, "temperature_tensor": temperature, "mask": mask,
+        },
         "logprob_entropy_backward": {"logits": logits.bfloat16(), "mask": mask, **incoming, **rows},
         "softmax_state_": {"state": states, "logits": logits, **rows},
         "softmax_state_finish": {"state": torch.stack([states, states]), "temperature_tensor": temperature},

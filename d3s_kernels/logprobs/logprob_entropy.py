@@ -109,7 +109,7 @@ def logprob_entropy(
     mask = checked_mask(mask, logits)
     each = temperature_argument(temperature, logits)
     supports = supports_of(sampling_mask, max_dense_rows, logits, label_outside)
-    logprob, row_entropy, _, _ = row_statistics(logits, labels, each, mask, supports)
+    logprob, row_entropy, *_ = row_statistics(logits, labels, each, mask, supports)
     return logprob, row_entropy
 
 

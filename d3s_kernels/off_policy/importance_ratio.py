@@ -93,20 +93,22 @@ def importance_ratio(
     """
     require_tensors(logprob=logprob, old_logprob=old_logprob)
     require_no_tangent(logprob=logprob)
-    require_optional_tensors(logprob, groups=groups, offsets=offsets)
+    if groups is not None or offsets is not None:
+        require_optional_tensors(logprob, groups=groups, offsets=offsets)
     mask = checked_mask(mask, logprob)
-    for name, word in (("level", level), ("denominator", denominator)):
-        if not isinstance(word, str):
-            raise TypeError(f"{name}: got {word!r}; takes a word")
+    if not isinstance(level, str) or not isinstance(denominator, str):
+        name, word = ("denominator", denominator) if isinstance(level, str) else ("level", level)
+        raise TypeError(f"{name}: got {word!r}; takes a word")
     if log_bounds is None:
         log_bounds = _LOG_BOUNDS_OF_TOKENS if level == "token" else _LOG_BOUNDS_OF_MEANS
     elif not isinstance(log_bounds, (tuple, list)) or len(log_bounds) != 2:
         raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, (low, high)")
     elif None in log_bounds:
         raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, -inf or inf for no bound")
+    else:
+        for bound in log_bounds:
+            require_number(log_bounds=bound)
     low, high = log_bounds
-    require_number(log_bounds=low)
-    require_number(log_bounds=high)
     old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
     return ops.importance_ratio(
         as_float32("logprob", logprob), as_float32("old_logprob", old), mask, groups, offsets, level,
@@ -156,10 +158,13 @@ def entropy_groups(
     segments = offsets, max_segment, require_scope(scope, "sequence")
     require_segments(entropy, segments)
     mask = checked_mask(mask, entropy)
-    if isinstance(quantiles, (str, Tensor)) or not isinstance(quantiles, Sequence):
+    # The usual types first: to ask an abstract class takes longer.
+    listed = type(quantiles) in (tuple, list) or (isinstance(quantiles, Sequence) and not isinstance(quantiles, str))
+    if not listed:
         raise TypeError(f"quantiles: got {type(quantiles).__name__}; takes a sequence of numbers")
     for quantile in quantiles:
-        require_number(quantiles=quantile)
+        if type(quantile) is not float:
+            require_number(quantiles=quantile)
     return ops.entropy_groups(as_float32("entropy", entropy), list(quantiles), mask, *segments)
 
 
@@ -203,7 +208,8 @@ def adaptive_clip(
         tensor([[3.3525e-05, 2.0115e-03, 3.3525e-05]])
     """
     require_tensors(entropy=entropy, groups=groups)
-    require_optional_tensors(entropy, offsets=offsets)
+    if offsets is not None:
+        require_optional_tensors(entropy, offsets=offsets)
     mask = checked_mask(mask, entropy)
     if vocab_size is None:
         raise TypeError("vocab_size: got None; takes a whole number")

@@ -270,7 +270,8 @@ def supports_of(
     label_outside: LabelOutside = "nan",
 ) -> OptionalSupports:
     """Checks a sampling mask with its options, and returns the supports of the rows."""
-    require_whole(max_dense_rows=max_dense_rows)
+    if max_dense_rows is not None:
+        require_whole(max_dense_rows=max_dense_rows)
     if label_outside not in ("nan", "include"):
         raise ValueError(f"label_outside: got {label_outside!r}; takes 'nan' or 'include'")
     if sampling_mask is None:

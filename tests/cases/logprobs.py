@@ -142,6 +142,11 @@ def logprob_entropy(draw: Draw) -> Arguments:
     return rows_of_logits(draw)
 
 
+@op(lambda **given: _meaning(**given)[:2], results={name: STATISTICS[name] for name in ("logprob", "entropy")})
+def logprob_entropy_no_grad(draw: Draw) -> Arguments:
+    return detached(rows_of_logits(draw))
+
+
 @op(_meaning, "dense", results=STATISTICS, gradients={"logits": gradient_of_logits}, served_by="composed")
 def support_logprob_entropy(draw: Draw) -> Arguments:
     return rows_of_logits(draw, optional=False)

@@ -33,6 +33,13 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("D3S_KERNELS_CHECK", raising=False)
 
 
+def in_a_process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "D3S_KERNELS_BACKEND"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment, check=False)
+
+
 FIRST_IN_A_GRAPH = """
 import sys
 from contextlib import nullcontext
@@ -63,11 +70,37 @@ print("the same")
 
 def test_the_first_op_of_a_process_is_captured() -> None:
     """A failure: kernels that are loaded late, `cudaFuncSetAttribute`, `cudaHostAlloc` or CUB break a capture."""
-    environment = {name: value for name, value in os.environ.items() if name != "D3S_KERNELS_BACKEND"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", FIRST_IN_A_GRAPH, GPU.type]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment, check=False)
+    done = in_a_process(FIRST_IN_A_GRAPH, GPU.type)
     assert done.stdout.endswith("the same\n"), done.stdout + done.stderr[-3000:]
+
+
+A_GPU_WITHOUT_CODE = """
+import os
+import torch
+import d3s_kernels as d3s
+from d3s_kernels._dispatch import libraries
+
+assert not torch.cuda.is_initialized()  # by the import
+pid = os.fork()
+if pid == 0:
+    torch.ones(1, device="cuda")
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0, "the fork cannot use CUDA"
+assert d3s.backends()["topk_mask"]["cuda"] == "cuda"
+libraries.build_info = lambda: {"cuda_architectures": "990-real"}
+scores = torch.arange(9.0, device="cuda")
+assert d3s.backends()["topk_mask"]["cuda"] in ("triton", "torch")
+print(d3s.topk_mask(scores, k=2).tolist()[5:])
+"""
+
+
+@pytest.mark.on_gpu_only
+def test_a_gpu_without_code() -> None:
+    """A failure: the import initialises CUDA, or a GPU gets kernels that it cannot run."""
+    done = in_a_process(A_GPU_WITHOUT_CODE)
+    assert done.stdout == "[False, False, True, True]\n", done.stdout + done.stderr[-3000:]
+    assert "the CUDA library has no code for cuda:0, " in done.stderr
+    assert done.stderr.count("python -m d3s_kernels says more") == 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
