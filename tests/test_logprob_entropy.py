@@ -207,7 +207,8 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
 @pytest.mark.simd
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradient_in_half_precision_over_its_own_logits(dtype: torch.dtype) -> None:
-    for columns in CUTS:
+    # Long rows of both dtypes are in cuda_shim/kernels.py, too. The CPU's loop does not cut a row.
+    for columns in CUTS if dtype == torch.bfloat16 else CUTS[:8]:
         assert_narrow_gradient(OP.logprob_entropy, OP.logprob_entropy_backward_, columns, dtype)
 
 
@@ -218,7 +219,8 @@ def test_gradient_of_some_rows(dtype: torch.dtype) -> None:
     written. All rows begin at multiples of 16 bytes, or the rows of logits and gradient are misaligned differently.
     """
     rows, weights = torch.tensor([4, 1, 1, 0]), torch.randn(2, 4).index_fill(1, torch.tensor([3]), 0.0)
-    for columns, (before, behind) in product(CUTS[3::4], ((0, 0), (3, 1))):
+    lengths = CUTS[3::4] if dtype == torch.float32 else CUTS[3:8:4]  # the longest has two pieces on a GPU, in float32
+    for columns, (before, behind) in product(lengths, ((0, 0), (3, 1))):
         width = columns + 32 - columns % 16
         kept = torch.full((5, width), NAN, dtype=dtype)[:, before : before + columns]
         kept[[1, 4]] = random_logits(2, columns, dtype=dtype)
