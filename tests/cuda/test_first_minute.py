@@ -162,7 +162,7 @@ def placed(values: Tensor, shift: int) -> Tensor:
 
 
 class Comparison:
-    """Calls on the GPU and on the CPU. Their results are looked at in the end, so that nothing waits in between."""
+    """The results of calls on the GPU and on the CPU. What differs is read once, so that calls follow each other."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
