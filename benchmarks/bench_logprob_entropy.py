@@ -199,3 +199,36 @@ def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gr
         return torch.autograd.grad(outputs, leaf, incoming)[0]
 
     return Prepared(forward, gradient)
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="about the barriers of a GPU's kernel")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_narrow_gradient(contest: Contest, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Gradients in half precision of float32 logits, as in the LM head: over the logits' own memory, or of kept logits.
+    The contents of the logits change with each call, which changes no time.
+    """
+    rows, columns = sizes.head_tokens, sizes.vocabulary
+    logits = torch.randn(rows, columns, device=inputs.device)
+    labels = torch.randint(columns, (rows,), device=inputs.device)
+    of_rows = (torch.rand(rows, device=inputs.device) for _ in range(5))
+    grads, statistics = (next(of_rows), next(of_rows)), tuple(of_rows)
+    every = torch.arange(rows, device=inputs.device)
+    packed, front = torch.empty(rows, columns, dtype=dtype, device=inputs.device), logits.view(dtype)[:, :columns]
+    op = torch.ops.d3s_kernels
+
+    def in_place(grad_dtype: torch.dtype | None) -> Work:
+        return lambda: op.logprob_entropy_backward_(*grads, logits, labels, *statistics, 0, grad_dtype=grad_dtype)
+
+    contest(
+        f"logprob_entropy backward of float32 logits in {str(dtype).removeprefix('torch.')}, in place",
+        describe(rows, columns, dtype=logits.dtype),
+        in_place(dtype),
+        yardsticks={
+            "float32 gradient": in_place(None),
+            "of kept logits": lambda: op.logprob_entropy_backward_rows_(
+                *grads, logits, labels, *statistics, every, packed, 0
+            ),
+            "cast to half": lambda: packed.copy_(logits),
+            "copy to the front half": lambda: front.copy_(packed),
+        },
+    )

@@ -16,6 +16,7 @@ from . import inputs, peers, ratio_peers
 from .clock import copied
 from .harness import Agree, Contest, close, describe, same_kept
 from .sizes import SHORT, Sizes
+from .targets import groups_of_tokens
 
 VOCABULARY = 151_936
 # Bytes read and written per element: two log-probabilities, a ratio, and a mask or group.
@@ -80,6 +81,21 @@ def test_forward_and_backward(contest: Contest, tokens: Tokens, level: str) -> N
     ours, rivals = ratios(level)
     rivals.pop(ONE_EACH, None)
     forward_and_backward(contest, tokens, level, ours, rivals)
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="on a CPU, all numbers of groups take as long")
+@pytest.mark.parametrize("number", [2, 4, 6, 8, 10])
+def test_groups(contest: Contest, tokens: Tokens, number: int) -> None:
+    """Up to eight groups have sums of their own on a GPU."""
+    groups = d3s.entropy_groups(tokens.entropy, tokens.present, tuple(i / number for i in range(1, number)))
+    source = source_of(FORWARD_BYTES["entropy_group"] * tokens.logprob.numel())
+    contest(
+        groups_of_tokens(number),
+        tokens.size,
+        lambda _, *given: ratios("entropy_group")[0](*given),
+        inputs=copied(source, tokens.logprob, tokens.old, groups),
+        yardsticks={"copy": copy},
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -123,6 +123,10 @@ HEAD_STEP = "linear_logprob_entropy forward + backward"
 FEW = tuple(f"{HEAD_STEP}, 10% of the tokens, {width}, bf16" for width in ("wide", "narrow"))
 
 
+def groups_of_tokens(number: int) -> str:
+    return f"importance_ratio, {number} entropy groups"
+
+
 def kept_logits(width: str) -> str:
     return f"{HEAD_STEP}, {width}, bf16, kept logits"
 
@@ -248,6 +252,7 @@ CUDA: tuple[Target, ...] = (
 HOPPER: tuple[Target, ...] = (
     *(Under(contest, most) for contest, most in zip(FEW, (8_000, 2_600), strict=True)),
     Under(kept_logits("wide"), 18_800),
+    Under(groups_of_tokens(6), 20),
     Under(f"{HEAD_STEP}, wide, bf16", 23_500),
 )
 
