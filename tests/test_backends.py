@@ -234,7 +234,9 @@ def test_one_gpu_without_code(gpus: list[tuple[int, int]], monkeypatch: pytest.M
     monkeypatch.setattr(backends, "forced_backend", None)
     backends._when_gpus_are_known()
     assert backends.serving("cuda") <= {"triton", "torch"}
-    assert backends.explain("cuda").partition("; ")[2].startswith(reason)
+    said = backends.explain("cuda").partition("; ")[2]
+    assert said.startswith(reason)
+    assert "110-real' .; CUDA_VISIBLE_DEVICES can hide a GPU from this process" in said
     kernel = torch._C._dispatch_dump("d3s_kernels::topk_mask")
     assert re.search(r"^CUDA: .*backends\.py", kernel, re.MULTILINE)
 

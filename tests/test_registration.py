@@ -65,6 +65,13 @@ def test_the_functions_of_ops_call_the_ops_of_their_names() -> None:
         assert unwrap(function) is getattr(torch.ops.d3s_kernels, name).default
 
 
+def test_what_warns_of_faults_goes_past_torchs_autograd() -> None:
+    """With a CUDA library, the functions have a wrapper, which has the attributes of the op."""
+    function = ops._with_usual_errors(ops.logprob_entropy)
+    results = function(torch.randn(2, 5, requires_grad=True), None, 1.0, None, None)
+    assert [result.requires_grad for result in results] == [True, True]  # torch's autograd kernel returns all four
+
+
 def test_every_op_has_a_gradient_or_says_that_it_has_none() -> None:
     """Else torch would say, for example of the op of a gradient, that its derivative is not implemented."""
     without = [op for op in registered() if "\nAutograd" not in torch._C._dispatch_dump(f"d3s_kernels::{op}")]

@@ -54,15 +54,16 @@ def look_for_code() -> None:
     """
     global _without_code
     architectures = build_info()["cuda_architectures"]
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        capability = facts.major, facts.minor
-        if not has_code(architectures, capability):
-            _without_code = (
-                f"the CUDA library has no code for cuda:{index}, {facts.name} of compute capability {facts.major}."
-                f"{facts.minor}, only for {architectures}; {how_to_get_code(architectures, capability)}"
-            )
-            return
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    lacking = [index for index, gpu in enumerate(gpus) if not has_code(architectures, (gpu.major, gpu.minor))]
+    if lacking:
+        gpu = gpus[lacking[0]]
+        _without_code = (
+            f"the CUDA library has no code for cuda:{lacking[0]}, {gpu.name} of compute capability {gpu.major}."
+            f"{gpu.minor}, only for {architectures}; {how_to_get_code(architectures, (gpu.major, gpu.minor))}"
+        )
+        if len(lacking) < len(gpus):
+            _without_code += "; CUDA_VISIBLE_DEVICES can hide a GPU from this process"
 
 
 def has_code(architectures: str, capability: tuple[int, int]) -> bool:
@@ -131,10 +132,10 @@ def schema_of(op: str) -> Any:
 
 def builtin(op: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function of torch's C++ that an OpOverload calls: without a frame of Python, a call takes 0.3 us
-    less. Only torch.compile needs the OpOverload. Any other function is returned as it is.
+    less. Only torch.compile needs the OpOverload. Any other function is returned as it is, also one that wraps an
+    OpOverload and has its attributes.
     """
-    function: Callable[..., Any] = getattr(op, "_op", op)
-    return function
+    return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op
 
 
 @cache

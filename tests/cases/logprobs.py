@@ -129,12 +129,18 @@ def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor, *rest
     return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum, *rest
 
 
+def _values(**given: Any) -> tuple[Any, ...]:
+    """The results of the public function."""
+    if given.get("labels") is None:
+        given["labels"] = torch.full(given["logits"].shape[:-1], -100)
+    results: tuple[Any, ...] = public("logprob_entropy")(**given)
+    return results
+
+
 def _meaning(**given: Any) -> tuple[Any, ...]:
     """The results of the public function, and the others in plain PyTorch."""
     _, _, *rest = _known(*statistics(given, wide=True))
-    if given.get("labels") is None:
-        given["labels"] = torch.full(given["logits"].shape[:-1], -100)
-    return *public("logprob_entropy")(**given), *rest
+    return *_values(**given), *rest
 
 
 @op(_meaning, results=STATISTICS, gradients={"logits": gradient_of_logits})
@@ -142,7 +148,7 @@ def logprob_entropy(draw: Draw) -> Arguments:
     return rows_of_logits(draw)
 
 
-@op(lambda **given: _meaning(**given)[:2], results={name: STATISTICS[name] for name in ("logprob", "entropy")})
+@op(_values, results={name: STATISTICS[name] for name in ("logprob", "entropy")})
 def logprob_entropy_no_grad(draw: Draw) -> Arguments:
     return detached(rows_of_logits(draw))
 
