@@ -89,7 +89,7 @@ bool may_share_memory(const Tensor& a, const Tensor& b) {
   const auto end = [&](const Tensor& tensor) {
     int64_t elements = 1;
     for (int64_t i = 0; i < tensor.dim(); ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
-    return begin(tensor) + elements * tensor.element_size();
+    return begin(tensor) + elements * (tensor.scalar_type() == ScalarType::Float ? 4 : 2);
   };
   return a.numel() > 0 && b.numel() > 0 && begin(a) < end(b) && begin(b) < end(a);
 }

@@ -240,14 +240,24 @@ class KeptRows(NamedTuple):
 
     logits: Tensor  # [rows of the forward, ids]: the logits of the first ids
     rows: Tensor  # [packed rows]: the row of `logits` that each packed row has
+    past: Tensor | None  # as in Picked
 
     @classmethod
     def gathered(cls, logits: Tensor, picked: Picked, problem: HeadProblem) -> KeptRows:
         if problem.mask is None:
-            return cls(logits, picked.indices)
+            return cls(logits, picked.indices, picked.past)
         # The forward has packed the rows that the mask keeps. With more rows than max_rows, all results are NaN.
         places = flat(problem.mask, problem.rows).cumsum(0).sub_(1).clamp_(0, len(logits) - 1)
-        return cls(logits, places.index_select(0, picked.indices))
+        return cls(logits, places.index_select(0, picked.indices), picked.past)
+
+    def at(self, place: slice) -> KeptRows:
+        return KeptRows(self.logits, self.rows[place], None if self.past is None else self.past[place])
+
+    def gather(self, tokens: slice, out: Tensor) -> None:
+        """Writes the logits of these ids to ``out``. Unused slots get 0, since their row's logits may be NaN."""
+        torch.index_select(self.logits[:, tokens], 0, self.rows, out=out)
+        if self.past is not None:
+            out.masked_fill_(self.past.unsqueeze(1), 0)
 
 
 class _Rows(NamedTuple):
@@ -290,7 +300,7 @@ class _Rows(NamedTuple):
             return self
         incoming = self.incoming.map(lambda values: values[place])
         tokens = None if self.tokens is None else AtTokens(*(values[place] for values in self.tokens))
-        kept = None if self.kept is None else KeptRows(self.kept.logits, self.kept.rows[place])
+        kept = None if self.kept is None else self.kept.at(place)
         temperature = self.temperature.map_rows(itemgetter(place))
         return _Rows(self.hidden[place], self.targets[place], incoming, temperature, tokens, kept)
 
@@ -385,7 +395,7 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
             )  # fmt: skip
         else:
             if kept and part.kept is not None:
-                torch.index_select(part.kept.logits[:, tokens], 0, part.kept.rows, out=logits)
+                part.kept.gather(tokens, logits)
             slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
             _op.logprob_entropy_backward_.default(
                 grad_logprob, grad_entropy, logits, part.targets, *statistics, first,

@@ -62,7 +62,8 @@ def shard_logprob_entropy(
         max_rows: the caller's bound on the number of rows in ``mask``; if it is exceeded, all results are NaN.
         sampling_mask: the sampler's supports of the rows ``[b, s]``, row after row.
         options: ``logit_softcap``, ``max_grad_rows``, ``logits_dtype``, ``workspace_bytes``, ``keep_logits_bytes``,
-            ``label_outside`` and ``max_dense_rows`` of :func:`d3s_kernels.distributed.vocab_parallel_linear_logprob_entropy`.
+            ``label_outside`` and ``max_dense_rows`` of
+            :func:`d3s_kernels.distributed.vocab_parallel_linear_logprob_entropy`.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[b, s]``, in nats; the same on all tensor-parallel ranks.
