@@ -12,7 +12,7 @@ import d3s_kernels as d3s
 from d3s_kernels._lm_head import forward, products
 from d3s_kernels._lm_head.forward import HostNumber
 from d3s_kernels._lm_head.problem import HeadProblem
-from d3s_kernels._lm_head.products import SIZES, Tiles, whole_vectors
+from d3s_kernels._lm_head.tiles import SIZES, Tiles, whole_vectors
 
 from . import inputs, peers
 from .clock import Prepared, Work

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import argument_names
-from d3s_kernels._lm_head.products import SIZES
+from d3s_kernels._lm_head.tiles import SIZES
 from d3s_kernels.check.compare import copied
 from d3s_kernels.check.tolerances import written_arguments
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._lm_head import forward as forward_of_head
-from d3s_kernels._lm_head import op, products
+from d3s_kernels._lm_head import op, products, tiles
 from d3s_kernels._lm_head.problem import HeadProblem
 
 
@@ -320,13 +320,13 @@ def test_products_that_read_on_behind_a_row(
 ) -> None:
     """NaN of one row reaches no other row, and what lay in a tile's memory before reaches none."""
     monkeypatch.setattr(backends, "half_products", lambda: (torch.bfloat16, torch.float16))
-    room = products.Tiles.room
+    room = tiles.Tiles.room
 
-    def used_before(tiles: products.Tiles, *place: slice) -> Tensor:
-        tiles.buffer.fill_(NAN)
-        return room(tiles, *place)
+    def used_before(cut: tiles.Tiles, *place: slice) -> Tensor:
+        cut.buffer.fill_(NAN)
+        return room(cut, *place)
 
-    monkeypatch.setattr(products.Tiles, "room", used_before)
+    monkeypatch.setattr(tiles.Tiles, "room", used_before)
     head, labels = random_head(12, width=40, vocabulary=75, bias=False, dtype=dtype), torch.arange(12)
     broken = torch.arange(12) % 3 == 1
     head.hidden[broken] = NAN
@@ -404,7 +404,7 @@ def test_logits_are_kept_only_within_the_budget_and_for_a_gradient(monkeypatch: 
     rooms: list[Tensor] = []
 
     def recorded(problem: HeadProblem) -> Tensor:
-        rooms.append(products.new_room_for_logits(problem))
+        rooms.append(tiles.new_room_for_logits(problem))
         return rooms[-1]
 
     monkeypatch.setattr(forward_of_head, "new_room_for_logits", recorded)
@@ -454,7 +454,7 @@ def test_partial_sums(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as switched:
             switched.setattr(products, "SPLITS", True)
             switched.setattr(products, "widens", lambda values: True)
-            switched.setattr(products, "parts_of", lambda *_: parts)
+            switched.setattr(tiles, "parts_of", lambda *_: parts)
             split, again = gradients(), gradients()
         assert_same(split, again)
         assert_same(split[1:], whole[1:])

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from d3s_kernels import _torch
 from d3s_kernels._arguments.bundles import GradientArguments, NumberOrTensor, OptionalSupports
 from d3s_kernels._dispatch import backends, over_supports
-from d3s_kernels._lm_head import backward, forward, products
+from d3s_kernels._lm_head import backward, forward, products, tiles
 from d3s_kernels._lm_head.problem import WHOLE, HeadProblem, Shard
 from d3s_kernels.distributed import rollouts, tokens
 
@@ -216,7 +216,7 @@ def test_small_ops_are_started_before_the_host_waits(keeps: int | None) -> None:
         problem = HeadProblem(hidden, weight, gpu(7, dtype=torch.int64), keep_logits_bytes=keeps, **of_rows)
         *results, room = forward.forward(problem)
         of_forward, mode.calls = mode.calls, []
-        kept = products.kept_logits(problem, room)
+        kept = tiles.kept_logits(problem, room)
         incoming = backward.Incoming(gpu(7), gpu(7), *results[1:])
         backward.backward(problem, incoming, backward.Wanted(True, True, False), kept=kept)
     for calls, gathers in ((of_forward, 2), (mode.calls, 3 if keeps is None else 4)):

@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d3s_kernels._dispatch import backends
-from d3s_kernels._lm_head import products
+from d3s_kernels._lm_head import products, tiles
 from d3s_kernels._lm_head.backward import Incoming, Wanted
 from d3s_kernels._lm_head.backward import backward as head_backward
 from d3s_kernels._lm_head.forward import forward as head_forward
 from d3s_kernels._lm_head.problem import HeadProblem
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lm-head.md"
-GPU = products.SIZES["cuda"]
+GPU = tiles.SIZES["cuda"]
 GB, MIB = 1e9, 1 << 20
 
 # For each GPU: the floating point operations per second of products of these shapes; 90 % of the memory's peak rate.
@@ -149,7 +149,7 @@ def _returns(value: Any) -> Callable[..., Any]:  # not a Mock, which would keep 
 class _AsOnGpu(ExitStack):
     def __enter__(self) -> _AsOnGpu:
         super().__enter__()
-        self.enter_context(mock.patch.dict(products.SIZES, cpu=GPU))
+        self.enter_context(mock.patch.dict(tiles.SIZES, cpu=GPU))
         self.enter_context(mock.patch.dict(backends.SLICES, cpu=backends.GPU_SLICE))
         self.enter_context(mock.patch.object(products, "widens", _returns(True)))
         self.enter_context(mock.patch.object(products, "multiplies", _returns(True)))

@@ -15,7 +15,7 @@ constexpr int kWarps = kThreads / kWarp;
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
-constexpr int kSlice = 32768;  // elements; Tiles in d3s_kernels/_lm_head/products.py cuts at multiples of kSlice
+constexpr int kSlice = 32768;  // elements; Tiles in d3s_kernels/_lm_head/tiles.py cuts at multiples of kSlice
 
 template <class T>
 constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // elements that a block loads at a time

@@ -19,7 +19,8 @@ from .._arguments.bundles import NumberOrTensor
 from .._arguments.checks import is_known
 from .forward import Picked, dense_rows, flat, flat_rows, support_logits
 from .problem import HeadProblem
-from .products import Head, PartialSums, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
+from .products import Head, PartialSums, add_product, without_autocast, zero_behind_rows_
+from .tiles import Tiles, whole_vectors
 
 _op = torch.ops.d3s_kernels
 

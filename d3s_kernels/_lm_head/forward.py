@@ -16,7 +16,8 @@ from torch import Tensor
 from .._arguments.bundles import NO_SUPPORTS, NumberOrTensor
 from .._dispatch.registration import new_row_statistics
 from .problem import HeadProblem, Shard
-from .products import Head, kept_logits, new_room_for_logits, tiles_of_logits, without_autocast
+from .products import Head, without_autocast
+from .tiles import kept_logits, new_room_for_logits, tiles_of_logits
 
 _op = torch.ops.d3s_kernels
 

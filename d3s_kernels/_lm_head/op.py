@@ -26,7 +26,7 @@ from .._dispatch.registration import (
 from .backward import INPUTS, Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
 from .problem import HeadProblem, Shard
-from .products import kept_logits, new_room_for_logits
+from .tiles import kept_logits, new_room_for_logits
 
 _op = torch.ops.d3s_kernels
 

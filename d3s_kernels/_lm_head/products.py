@@ -1,5 +1,4 @@
-"""Cuts rows x vocabulary into tiles that fit the workspace. Computes the logits of a tile, and the products of the
-backward.
+"""The matrix products of the LM head: the logits of a tile, and the products of the backward.
 
 Torch computes the matrix products. On a CPU without a dot-product instruction for bfloat16 or float16, a product in
 that dtype takes over ten times as long as in float32. There, the matrices are widened to float32, one piece at a time.
@@ -17,7 +16,6 @@ from torch.nn import functional
 
 from .._arguments.bundles import SupportArguments
 from .._dispatch import backends
-from .._dispatch.backends import SLICES
 from .problem import HeadProblem
 
 _op = torch.ops.d3s_kernels
@@ -36,7 +34,6 @@ BLOCK = 128, 256  # rows and columns that a multiprocessor computes at a time, i
 _TERM_OF_A_BLOCK = 2 * 128 * 256 / (800e12 / 132)  # seconds for one term of all sums of a block
 _TERM_OF_A_SUM = 8 / 4.3e12  # seconds to write and read one partial sum
 _SHALLOWEST = 2048  # terms of a part; with fewer terms, a block's begin and end take a part of its time
-_UNIT = 1024  # with partial sums, a tile has a multiple of this many ids
 _ALIGNED = 8  # a part begins at a multiple of this, 16 bytes in half precision
 
 
@@ -197,6 +194,11 @@ class PartialSums:
         return self._parts[0] if len(self._parts) == 1 else self._parts.sum(0)
 
 
+def splits(values: Tensor) -> bool:
+    """Returns whether products of this dtype and device may be computed in parts."""
+    return SPLITS and widens(values)
+
+
 def parts_of(rows: int, columns: int, terms: int, room: int) -> int:
     """Returns into how many parts the terms of a product are cut. The number depends only on the product's shape and on
     ``room``, the number of partial sums of one part that there is memory for, so equal products have equal bits.
@@ -241,122 +243,3 @@ def without_autocast(function: _Kernel) -> _Kernel:
             return function(problem, *arguments, **options)
 
     return cast(_Kernel, run)
-
-
-# ---- tiles ----------------------------------------------------------------------------------------------------------
-
-
-class Sizes(NamedTuple):
-    """The sizes of tiles that suit a kind of device."""
-
-    workspace_bytes: int
-    row_multiple: int  # tiles are cut at multiples of this: the number of rows in a block of the matrix product
-
-
-SIZES = {
-    "cpu": Sizes(workspace_bytes=32 << 20, row_multiple=1),  # the workspace takes only a part of the last-level cache
-    "cuda": Sizes(workspace_bytes=512 << 20, row_multiple=128),
-}
-SIZES["xpu"] = SIZES["cuda"]
-
-
-class Tiles(NamedTuple):
-    """Tiles of rows x vocabulary. Kernels cut a row into slices. Tiles are cut only between slices, so that results are
-    bitwise equal to results without tiles. No tile has both ids whose logits are kept and other ids.
-    """
-
-    rows: int
-    vocabulary: int
-    row_step: int
-    token_step: int
-    buffer: Tensor
-    kept: int = 0  # the logits of the first ids, up to this id, are kept
-    parts: int = 1  # the parts in which the gradient of the hidden states is summed
-
-    @classmethod
-    def cut(cls, hidden: Tensor, problem: HeadProblem, kept: int = 0, *, sums: bool | None = None) -> Tiles:
-        """Cuts the tiles of the problem's vocabulary and some packed rows of its hidden states. ``sums`` says for a
-        backward whether the gradient of the hidden states is computed. Its partial sums take memory of the workspace.
-        """
-        sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
-        (rows, columns), vocabulary, dtype = hidden.shape, problem.weight.shape[0], problem.logits_dtype
-        elements = (problem.workspace_bytes or sizes.workspace_bytes) // dtype.itemsize
-        length = whole_vectors(vocabulary, dtype)
-        # A tile has as many rows as the workspace can hold for one slice. So the weight is read only a few times, and
-        # if all rows fit, the weight's gradient is written only once. If not all rows fit, the rows are cut into tiles
-        # of about equal height.
-        fitting = max(1, elements // max(1, min(slice_tokens, length)))
-        row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
-        if row_step < rows:
-            row_step = min(fitting, -(-row_step // sizes.row_multiple) * sizes.row_multiple)
-        parts, unit = 1, slice_tokens
-        if sums and rows * columns and SPLITS and widens(hidden):
-            of_a_part = 4 * rows * columns // dtype.itemsize
-            unused = elements - row_step * min(slice_tokens, length)
-            parts = parts_of(rows, columns, vocabulary, unused // of_a_part)
-            if parts > 1:
-                elements, unit = elements - (parts - 1) * of_a_part, _UNIT  # gradients do not depend on slices
-        token_step = max(1, vocabulary)  # a shard may have no ids
-        if row_step * length > elements:  # if not all ids fit: as few tiles as possible, of about equal size
-            fitting_tokens = elements // row_step // unit * unit
-            tiles = -(-vocabulary // max(unit, fitting_tokens))
-            token_step = -(-vocabulary // (tiles * unit)) * unit
-        in_place = sums is None and kept == vocabulary  # the forward writes all logits to the memory that keeps them
-        room = 0 if in_place else row_step * whole_vectors(token_step, dtype)
-        buffer = torch.empty(room, dtype=dtype, device=hidden.device)
-        return cls(rows, vocabulary, row_step, token_step, buffer, kept, parts)
-
-    def row_slices(self) -> Iterator[slice]:
-        for begin in range(0, self.rows, self.row_step):
-            yield slice(begin, min(self.rows, begin + self.row_step))
-
-    def token_slices(self) -> Iterator[slice]:
-        for first, end in ((0, self.kept), (self.kept, self.vocabulary)):
-            yield from (slice(begin, min(end, begin + self.token_step)) for begin in range(first, end, self.token_step))
-
-    def room(self, rows: slice, tokens: slice) -> Tensor:
-        """Returns the memory for a tile. Each row of the tile begins at a multiple of 64 bytes."""
-        height, width = rows.stop - rows.start, tokens.stop - tokens.start
-        length = whole_vectors(width, self.buffer.dtype)
-        return self.buffer[: height * length].view(height, length)[:, :width]
-
-
-def tiles_of_logits(
-    problem: HeadProblem, hidden: Tensor, kept: Tensor | None = None
-) -> Iterator[tuple[slice, int, Tensor]]:
-    """Computes the logits of packed rows tile by tile. Yields the rows of a tile, its first id, and its logits, which
-    the next tile overwrites, unless they are written to ``kept``. The tiles of a row come in the order of the
-    vocabulary.
-    """
-    head, tiles = Head.of(problem), Tiles.cut(hidden, problem, 0 if kept is None else kept.shape[1])
-    for rows in tiles.row_slices():
-        for tokens in tiles.token_slices():
-            keeps = kept is not None and tokens.stop <= kept.shape[1]
-            out = kept[rows, tokens] if kept is not None and keeps else tiles.room(rows, tokens)
-            yield rows, problem.shard.token(tokens.start), head.logits(hidden[rows], tokens, out)
-
-
-# ---- kept logits: the forward's logits of the first ids, within problem.keep_logits_bytes ---------------------------
-
-
-def new_room_for_logits(problem: HeadProblem) -> Tensor:
-    """Allocates the memory in which the forward keeps logits, ``[rows, logits]``; empty if it keeps none. The shape
-    does not depend on the mask, whose values are unknown to a trace.
-    """
-    rows, budget, dtype, tokens = problem.most_rows, problem.keep_logits_bytes, problem.logits_dtype, 0
-    if rows and budget and not problem.supports.given:
-        fitting, unit = budget // (rows * dtype.itemsize), SLICES[problem.hidden.device.type]
-        tokens = whole_vectors(problem.weight.shape[0], dtype)
-        tokens = tokens if tokens <= fitting else fitting // unit * unit
-    return problem.hidden.new_empty((rows if tokens else 0, tokens), dtype=dtype)
-
-
-def kept_logits(problem: HeadProblem, room: Tensor) -> Tensor | None:
-    """Returns the kept logits ``[rows, ids]`` in memory from :func:`new_room_for_logits`, or None if none are kept."""
-    return room[:, : problem.weight.shape[0]] if room.numel() else None
-
-
-def whole_vectors(elements: int, dtype: torch.dtype) -> int:
-    """Rounds a number of elements up to whole units of 64 bytes, the largest unit of matrix products."""
-    vector = 64 // dtype.itemsize
-    return -(-elements // vector) * vector

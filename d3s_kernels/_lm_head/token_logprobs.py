@@ -33,7 +33,8 @@ from .backward import AtTokens, Incoming, Wanted, of_active_rows
 from .forward import PackedRows, no_logits
 from .op import HEAD, HEAD_SHARD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import kept_logits, new_room_for_logits, tiles_of_logits, without_autocast
+from .products import without_autocast
+from .tiles import kept_logits, new_room_for_logits, tiles_of_logits
 
 _op = torch.ops.d3s_kernels
 

@@ -23,7 +23,8 @@ from .._segments.topk_entry import NO_ENTRY, ids_of, logits_of
 from .forward import PackedRows, Picked, no_logits
 from .op import HEAD, SHARD, head_arguments, problem_of
 from .problem import HeadProblem, Shard
-from .products import tiles_of_logits, without_autocast
+from .products import without_autocast
+from .tiles import tiles_of_logits
 
 _op = torch.ops.d3s_kernels
 

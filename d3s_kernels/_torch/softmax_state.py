@@ -16,7 +16,7 @@ from torch import Tensor
 from .._arguments.bundles import NumberOrTensor
 
 # The number of columns in a slice of a row. Each slice is reduced to one state, and the states are merged from left to
-# right. On every device, vocabulary tiles are cut at multiples of SLICE (d3s_kernels/_lm_head/products.py).
+# right. On every device, vocabulary tiles are cut at multiples of SLICE (d3s_kernels/_lm_head/tiles.py).
 SLICE = 8192
 _BLOCK = 3 << 20  # the number of logits that are processed at a time: five float32 temporaries take 60 MiB
 LOWEST = torch.finfo(torch.float32).min

@@ -21,7 +21,7 @@ from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, add, finish, load_columns, merge, merge_lanes
 
-SLICE = 32768  # elements; the class Tiles (d3s_kernels/_lm_head/products.py) cuts tiles at multiples of SLICE
+SLICE = 32768  # elements; the class Tiles (d3s_kernels/_lm_head/tiles.py) cuts tiles at multiples of SLICE
 LANES = 256
 IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first vector
 MERGERS = 128  # the number of rows in a program that merges slices

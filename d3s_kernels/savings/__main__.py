@@ -19,7 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from .._lm_head.products import SIZES
+from .._lm_head.tiles import SIZES
 from ..selection.options import RATIO, ROLLOUTS, Takes, whole
 from .counts import CHOICES, NOTHING, PARTS, SIGMA, TRL, drawn, lengths_of, number, update
 from .model import NUMBERS, from_config
