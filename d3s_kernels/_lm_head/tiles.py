@@ -30,8 +30,8 @@ SIZES["xpu"] = SIZES["cuda"]
 
 
 class Tiles(NamedTuple):
-    """Tiles of rows x vocabulary. Kernels cut a row into slices. Tiles are cut only between slices, so that results are
-    bitwise equal to results without tiles. No tile has both ids whose logits are kept and other ids.
+    """Tiles of rows x vocabulary. Kernels cut a row into slices. A forward's tiles are cut only between slices, so that
+    results are bitwise equal to results without tiles. No tile has both ids whose logits are kept and other ids.
     """
 
     rows: int
