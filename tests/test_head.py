@@ -412,7 +412,7 @@ def test_logits_are_kept_only_within_the_budget_and_for_a_gradient(monkeypatch: 
     whole = 9 * 20_000 * 4  # 20,000 float32 fill whole units of 64 bytes
     for budget, columns in ((whole, 20_000), (whole - 1, 16_384), (9 * 8192 * 4 - 1, 0), (0, 0)):
         head(linear_logprob_entropy, labels, keep_logits_bytes=budget)
-        assert rooms[-1].shape == (9 if columns else 0, columns)
+        assert rooms[-1].shape == (9 if budget else 0, columns)
     bounded = {"mask": torch.arange(9) < 4, "max_rows": 5}
     head(linear_logprob_entropy, labels, keep_logits_bytes=whole, **bounded)
     assert rooms[-1].shape == (5, 20_000)

@@ -14,6 +14,7 @@ from cases.draw import Draw
 from cases.table import OPS as OPS_TABLE
 from helpers import assert_identical, compiled_once, random_logits, rounds, slow, whole_number_product
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
 from d3s_kernels._dispatch import ops
@@ -38,10 +39,26 @@ def has_nan(call: Callable, arguments: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("name", sorted(served_by("kernels", "composed", "cpu")))
 def test_opcheck(name: str) -> None:
     op, row, seeds = getattr(OPS, name).default, OPS_TABLE[name], count()
+
+    def drawn(seed: int) -> dict[str, Any]:
+        given = row.draw(Draw(seed))
+        return given | ({"keep_logits_bytes": None} if "keep_logits_bytes" in given else {})
+
     for _ in range(rounds(3)):
-        # opcheck treats NaN as different from NaN.
-        seed = next(i for i in seeds if not has_nan(op, row.draw(Draw(i))))
-        torch.library.opcheck(op, (), row.draw(Draw(seed)))
+        # opcheck treats NaN as different from NaN. It also compares memory for kept logits that nothing has written.
+        seed = next(i for i in seeds if not has_nan(op, drawn(i)))
+        torch.library.opcheck(op, (), drawn(seed))
+
+
+@pytest.mark.parametrize("name", ["linear_logprob_entropy", "linear_token_logprobs"])
+def test_the_fake_of_kept_logits_has_their_shape(name: str) -> None:
+    op = getattr(OPS, name).default
+    for seed in range(6):
+        given = OPS_TABLE[name].draw(Draw(seed)) | {"keep_logits_bytes": 10_000}
+        with FakeTensorMode() as mode:
+            fakes = {key: mode.from_tensor(part) if isinstance(part, Tensor) else part for key, part in given.items()}
+            fake = op(**fakes)[-1]
+        assert fake.shape == op(**given)[-1].shape
 
 
 def test_the_arguments_of_the_head_are_those_of_its_op() -> None:

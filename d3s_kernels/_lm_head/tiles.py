@@ -112,12 +112,12 @@ def new_room_for_logits(problem: HeadProblem) -> Tensor:
     """Allocates the memory in which the forward keeps logits, ``[rows, logits]``; empty if it keeps none. The shape
     does not depend on the mask, whose values are unknown to a trace.
     """
-    rows, budget, dtype, tokens = problem.most_rows, problem.keep_logits_bytes, problem.logits_dtype, 0
-    if rows and budget and not problem.supports.given:
-        fitting, unit = budget // (rows * dtype.itemsize), SLICES[problem.hidden.device.type]
-        tokens = whole_vectors(problem.weight.shape[0], dtype)
-        tokens = tokens if tokens <= fitting else fitting // unit * unit
-    return problem.hidden.new_empty((rows if tokens else 0, tokens), dtype=dtype)
+    hidden, budget, dtype = problem.hidden, problem.keep_logits_bytes, problem.logits_dtype
+    if not budget or problem.supports.given:  # first, since a trace may not compare a number of rows
+        return hidden.new_empty((0, 0), dtype=dtype)
+    rows, tokens = problem.most_rows, whole_vectors(problem.weight.shape[0], dtype)
+    fitting, unit = budget // (max(rows, 1) * dtype.itemsize), SLICES[hidden.device.type]
+    return hidden.new_empty((rows, tokens if tokens <= fitting else fitting // unit * unit), dtype=dtype)
 
 
 def kept_logits(problem: HeadProblem, room: Tensor) -> Tensor | None:

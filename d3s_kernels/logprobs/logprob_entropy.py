@@ -132,7 +132,8 @@ def linear_logprob_entropy(
     label_outside: LabelOutside = "nan",
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns :func:`logprob_entropy` of ``hidden @ weight.T + bias``, without ever holding all logits in memory.
+    """Returns :func:`logprob_entropy` of ``hidden @ weight.T + bias``, without holding all logits in memory, unless
+    ``keep_logits_bytes`` allows it.
 
     The backward recomputes logits only for rows whose incoming gradient is not 0: if 10 % of the tokens are kept, it
     does 10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
@@ -178,10 +179,11 @@ def linear_logprob_entropy(
             ids (on a CPU 8,192) does not fit into ``workspace_bytes``, the gradient of a weight in half precision needs
             another 4 bytes x H for each id of a tile.
         keep_logits_bytes: the forward keeps up to this many bytes of logits for the backward, which then makes three
-            matrix products in place of four. None or 0 means none. All logits take V x the size of ``logits_dtype`` for
-            each row that ``mask`` keeps, if ``max_rows`` is a bound on these rows, or else for each row. With fewer
-            bytes, the logits of the first ids are kept. No logits are kept with a sampling mask, or if no gradient is
-            needed.
+            matrix products in place of four. None or 0 means none. For each row, all logits take V elements of
+            ``logits_dtype``, rounded up to 64 bytes; if not all fit, the logits of the first ids are kept. Rows are
+            those that ``mask`` keeps, if ``max_rows`` is a bound on their number, or else all. No logits are kept with
+            a sampling mask, or if no gradient is needed. In a graph of ``torch.compile``, the number of rows must not
+            depend on values.
         weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in the weight's dtype, if no
             argument is converted. Every backward **adds** the weight's gradient to this tensor, even a backward that
             asks only for other gradients. No backward zeroes the tensor. Autograd then has no gradient for the weight,
