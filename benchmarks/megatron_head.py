@@ -45,8 +45,8 @@ with warnings.catch_warnings():  # each import says that neither Apex nor Transf
 
 from d3s_kernels.integrations.megatron import shard_logprob_entropy
 
-THEIRS, SOME, ALL = "Megatron", "ours, kept rows", "ours, all rows"
-NAMES = (THEIRS, SOME, ALL)
+THEIRS, SOME, ALL, KEPT = "Megatron", "ours, kept rows", "ours, all rows", "with kept logits"
+NAMES = (THEIRS, SOME, ALL, KEPT)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MIB = 1 << 20
 
@@ -138,15 +138,20 @@ class Rank:
         own = logits.clone() if logits.dtype == torch.float32 else logits
         return -vocab_parallel_cross_entropy(own, self.labels.T).T, entropy.T
 
-    def ours(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def ours(self, mask: Tensor | None, keep_logits_bytes: int = 0) -> tuple[Tensor, Tensor]:
         return shard_logprob_entropy(
             self.hidden, self.layer.weight, self.labels, tp_group=self.group, mask=mask,
             sequence_parallel=self.case.sequence_parallel, vocab_size=self.case.vocabulary,
+            keep_logits_bytes=keep_logits_bytes,
         )  # fmt: skip
 
     def step(self, name: str, kept: bool) -> tuple[Tensor, Tensor]:
         """Forward and backward of a loss, of the kept rows or of all."""
-        logprob, entropy = self.theirs() if name == THEIRS else self.ours(self.kept if kept else None)
+        ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+            THEIRS: self.theirs,
+            KEPT: lambda: self.ours(None, 1 << 40),
+        }
+        logprob, entropy = ways.get(name, lambda: self.ours(self.kept if kept else None))()
         terms = self.of_logprob * logprob + self.of_entropy * entropy
         (terms * self.kept if kept else terms).sum().backward()
         return logprob.detach(), entropy.detach()
