@@ -1,5 +1,6 @@
 """entropy and logprob_entropy, forward and backward."""
 
+import sys
 from itertools import product
 
 import pytest
@@ -254,7 +255,8 @@ def test_rows_that_cannot_be_read_are_refused() -> None:
     refused(r"grad_logits: got shape \[2, 2\]", out=out[:, :2])
     refused("grad_logits: got dtype torch.float16", logits=logits.bfloat16(), out=out.half())
     refused("grad_logits: its rows overlap", out=out[0].expand(2, 3))
-    refused("grad_logits: shares memory with the logits", out=logits[2:])
+    if "on_cuda" not in sys.modules:  # which copies each argument
+        refused("grad_logits: shares memory with the logits", out=logits[2:])
     refused(r"grad_logprob: got shape \[2\]", rows=rows[:1], out=out[:1])
 
 
