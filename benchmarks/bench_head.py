@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 import d3s_kernels as d3s
-from d3s_kernels._lm_head import forward, products
+from d3s_kernels._lm_head import forward, products, tiles
 from d3s_kernels._lm_head.forward import HostNumber
 from d3s_kernels._lm_head.problem import HeadProblem
 from d3s_kernels._lm_head.tiles import SIZES, Tiles, whole_vectors
@@ -114,6 +114,8 @@ def test_head_few(contest: Contest, sizes: Sizes, width: str, bounded: bool) -> 
         "kept logits, in parts": in_parts(step(**bound, keep_logits_bytes=ALL_LOGITS)),
         "all tokens": step(every),
     }
+    if bounded:
+        yardsticks |= {f"in {parts} parts": in_parts(step(**bound), parts) for parts in (2, 4, 8, 16, 32)}
     contest(
         f"{HEAD_STEP}, few of the tokens, {width}, bf16{', bounded' if bounded else ''}",
         size_of(hidden, weight),
@@ -382,11 +384,14 @@ def three_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Ten
     return logits @ weight, logits.t() @ hidden
 
 
-def in_parts(work: Callable) -> Callable:
-    """The work with the gradient of the hidden states in parts of the vocabulary."""
+def in_parts(work: Callable, parts: int | None = None) -> Callable:
+    """The work with the gradient of the hidden states in this many parts of the vocabulary. None: as many as the
+    library chooses.
+    """
+    chosen = tiles.parts_of if parts is None else lambda *_: parts
 
     def run() -> tuple[torch.Tensor, ...]:
-        with mock.patch.object(products, "SPLITS", True):
+        with mock.patch.object(products, "SPLITS", True), mock.patch.object(tiles, "parts_of", chosen):
             return work()
 
     return run

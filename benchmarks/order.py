@@ -21,9 +21,9 @@ HEADLINES: tuple[tuple[str, float], ...] = (
     ("bench_sampling_masks_head.py::test_added_to_a_gradient[8]", 15),
 )
 THEN: tuple[tuple[str, float], ...] = (
-    ("bench_head.py::test_head_few[wide", 20),
+    ("bench_head.py::test_head_few[wide", 30),
     ("bench_head.py::test_kept_logits[kept-wide", 25),
-    ("bench_head.py::test_head_few[narrow", 15),
+    ("bench_head.py::test_head_few[narrow", 25),
     ("bench_logprob_entropy.py::test_narrow_gradient", 10),
     ("bench_ratios.py::test_groups", 5),
     ("bench_head.py::test_few_gradients[wide-bf16]", 20),

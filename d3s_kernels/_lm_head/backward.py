@@ -379,8 +379,8 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
     fills only the front part of each row. Kept logits are read from where they are.
     """
     cap, first = head.softcap, problem.shard.token(tokens.start)
-    kept = rows.kept is not None and tokens.stop <= rows.kept.logits.shape[1]
-    if not kept:
+    all_kept = rows.kept if rows.kept is not None and tokens.stop <= rows.kept.logits.shape[1] else None
+    if all_kept is None:
         head.logits(rows.hidden, tokens, room)
     whole = room.view(head.gradient_dtype)[:, : room.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.
@@ -389,14 +389,15 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         strip = slice(begin, begin + step)
         logits, gradient, part = room[strip], whole[strip], rows.at(strip)
         (grad_logprob, grad_entropy, *statistics), slope = part.incoming, None
-        if kept and part.kept is not None and cap is None:
+        kept = None if all_kept is None else all_kept.at(strip)
+        if kept is not None and cap is None:
             _op.logprob_entropy_backward_rows_.default(
-                grad_logprob, grad_entropy, part.kept.logits[:, tokens], part.targets, *statistics, part.kept.rows,
-                gradient, first, *part.temperature,
+                grad_logprob, grad_entropy, kept.logits[:, tokens], part.targets, *statistics, kept.rows, gradient,
+                first, *part.temperature,
             )  # fmt: skip
         else:
-            if kept and part.kept is not None:
-                part.kept.gather(tokens, logits)
+            if kept is not None:
+                kept.gather(tokens, logits)
             slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
             _op.logprob_entropy_backward_.default(
                 grad_logprob, grad_entropy, logits, part.targets, *statistics, first,

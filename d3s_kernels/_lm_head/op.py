@@ -118,12 +118,19 @@ def fake_gradients(wanted: list[bool], hidden: Tensor, weight: Tensor) -> tuple[
     return tuple(like.new_empty(shape if want else 0) for (like, shape), want in zip(results, wanted, strict=True))
 
 
+def fake_room(op: str, arguments: tuple[Any, ...]) -> Tensor:
+    """The memory for kept logits in a trace of ``op``, in which the process group of a shard may not exist."""
+    names = argument_names(op)
+    given = dict(zip(names[: names.index("first_token")], arguments, strict=False))
+    given.pop("token_ids", None)
+    return new_room_for_logits(problem_of(**given))
+
+
 declare(
     f"linear_logprob_entropy({_ARGUMENTS}) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum, "
     "Tensor kept_logits)",
     _forward_kernel,
-    # Without the arguments of a shard, whose process group may not exist in a trace.
-    lambda *arguments: (*new_row_statistics(arguments[0]), new_room_for_logits(problem_of(*arguments[:17]))),
+    lambda *arguments: (*new_row_statistics(arguments[0]), fake_room("linear_logprob_entropy", arguments)),
 )
 declare(
     "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor entropy, Tensor row_max, "
@@ -161,7 +168,7 @@ def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None 
     the caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call the
     functions in ``at_backward``.
     """
-    logprob, entropy, *_ = _head(at_backward, arguments_of(problem))
+    logprob, entropy, *_ = _head(at_backward, arguments_of(problem.keeping_for_gradient()))
     return logprob, entropy
 
 

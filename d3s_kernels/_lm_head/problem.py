@@ -119,6 +119,14 @@ class HeadProblem(NamedTuple):
         """The number of rows that the forward computes at most, as far as it is known without the mask's values."""
         return self.rows if self.mask is None or self.max_rows is None else min(self.rows, self.max_rows)
 
+    def keeping_for_gradient(self) -> HeadProblem:
+        """Returns the problem, which keeps no logits if autograd will ask for no gradient."""
+        if not self.keep_logits_bytes or self.keep_logits_bytes < 0:  # the op refuses a negative number
+            return self
+        inputs = self.hidden, self.weight, self.bias
+        needed = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs)
+        return self if needed else self._replace(keep_logits_bytes=None)
+
     @property
     def flat_temperature(self) -> NumberOrTensor:
         """The temperature; a tensor that is not 0-d is flattened to ``[rows]``."""
@@ -296,18 +304,10 @@ def checked_problem(
         raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype or 'auto'")
     hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
     logits_dtype = hidden.dtype if logits_dtype == "auto" else logits_dtype
-    if keep_logits_bytes is not None and keep_logits_bytes > 0 and not has_gradient(hidden, weight, bias):
-        keep_logits_bytes = None
     return HeadProblem(
         hidden, weight, labels, bias, NumberOrTensor(*temperature_argument(temperature, hidden)), logit_softcap, mask,
         max_rows, max_grad_rows, logits_dtype, workspace_bytes, keep_logits_bytes, supports(hidden), shard,
     )  # fmt: skip
-
-
-def has_gradient(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether autograd will ask for a gradient of one of these tensors."""
-    needs = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    return torch.is_grad_enabled() and needs
 
 
 # ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------

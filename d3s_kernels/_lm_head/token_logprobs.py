@@ -31,7 +31,17 @@ from .._dispatch.registration import (
 )
 from .backward import AtTokens, Incoming, Wanted, of_active_rows
 from .forward import PackedRows, no_logits
-from .op import HEAD, HEAD_SHARD, SHARD, AtBackward, HeadWithGradient, fake_gradients, head_arguments, problem_of
+from .op import (
+    HEAD,
+    HEAD_SHARD,
+    SHARD,
+    AtBackward,
+    HeadWithGradient,
+    fake_gradients,
+    fake_room,
+    head_arguments,
+    problem_of,
+)
 from .problem import HeadProblem, Shard
 from .products import without_autocast
 from .tiles import kept_logits, new_room_for_logits, tiles_of_logits
@@ -312,7 +322,7 @@ _ARGUMENTS = f"Tensor token_ids, {HEAD}, {HEAD_SHARD}"
 declare(
     f"linear_token_logprobs({_ARGUMENTS}) -> ({_RESULTS}, Tensor kept_logits)",
     _forward_kernel,
-    lambda *arguments: (*_fake_results(arguments[1], arguments[0]), new_room_for_logits(problem_of(*arguments[1:14]))),
+    lambda *arguments: (*_fake_results(arguments[1], arguments[0]), fake_room("linear_token_logprobs", arguments)),
 )
 declare(
     f"linear_token_logprobs_backward({_GRADS}, {_RESULTS}, Tensor kept_logits, bool[3] wanted, {_ARGUMENTS}) "
@@ -332,7 +342,7 @@ def linear_token_logprobs(
     problem: HeadProblem, token_ids: Tensor, at_backward: AtBackward | None = None
 ) -> TokenLogprobs:
     """``at_backward`` is as for ``linear_logprob_entropy``."""
-    arguments = token_ids, *head_arguments(problem), *problem.shard.head_arguments
+    arguments = token_ids, *head_arguments(problem.keeping_for_gradient()), *problem.shard.head_arguments
     return TokenLogprobs(*_head(at_backward, arguments)[:4])
 
 

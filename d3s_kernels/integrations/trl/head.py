@@ -27,7 +27,7 @@ from ..._lm_head.forward import HostNumber
 from ..._lm_head.from_model import read_head, why_not_here
 from ..._lm_head.op import AtBackward
 from ..._lm_head.own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
-from ..._lm_head.problem import HeadProblem, has_gradient
+from ..._lm_head.problem import HeadProblem
 from ...support.sampling_mask import SamplingMask, supports_of
 from .._head_options import HeadOptions
 
@@ -110,8 +110,6 @@ class OurHead:
             hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature), cap,
             supports=supports_of(sets, None if sets is None else 0, hidden), **self.options.head_arguments(dtype),
         )  # fmt: skip
-        if not has_gradient(hidden, weight, bias):
-            problem = problem._replace(keep_logits_bytes=None)
         at_backward = None if torch.compiler.is_compiling() else self._at_backward(weight, dtype)
         logprob, entropy = op.linear_logprob_entropy(problem, at_backward)
         return logprob, entropy if "entropy" in outputs else None, None, None, None
