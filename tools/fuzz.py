@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -131,28 +132,24 @@ def smaller(call: Call, device: str) -> Call:
 
 
 def as_test(call: Call, place: str, said: str) -> str:
+    """Returns a test for tests/test_table.py, which allows what the table allows."""
     kind, name = call.name.split()
-    function = f"d3s_kernels.{name}" if kind == "function" else f"torch.ops.d3s_kernels.{name}"
-    arguments, choices = call.drawn()
+    table, function = "OPS", f"torch.ops.d3s_kernels.{name}.default"
+    if kind == "function":
+        table, function = "FUNCTIONS", f"d3s.{name}"
+    drawn, choices = call.drawn()
+    arguments = "\n".join(["dict(", *(f"        {key}={_literal(value)}," for key, value in drawn.items()), "    )"])
+    if "…" in arguments:
+        arguments = f"{table}[{name!r}].draw(Draw(most={call.most}, choices={list(choices)}))"
     lines = [
         f"def test_{name}() -> None:",
         f'    """On {place}:',
         *(f"    {line}" for line in said.splitlines()),
         '    """',
+        f"    arguments = {arguments}",
+        f"    for found in compare_here({table}[{name!r}], {function}, arguments, torch.device('cpu'), 'cpu'):",
+        "        assert found.agrees, str(found)",
     ]
-    written = [f"        {argument}={_literal(value)}," for argument, value in arguments.items() if value is not None]
-    if any("…" in line for line in written):
-        row = "FUNCTIONS" if kind == "function" else "OPS"
-        lines += [f"    arguments = {row}[{name!r}].draw(Draw(most={call.most}, choices={list(choices)}))"]
-        lines += [f"    assert d3s_kernels.compare({function}, **arguments).agrees"]
-    else:
-        lines += [
-            "    found = d3s_kernels.compare(",
-            f"        {function},",
-            *written,
-            "    )",
-            "    assert found.agrees",
-        ]
     return "\n".join(lines)
 
 
@@ -164,7 +161,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, torch.Generator):
         return f"torch.Generator().manual_seed({value.initial_seed()})"
     if isinstance(value, SamplingMask):
-        return f"d3s_kernels.SamplingMask({_literal(value.token_ids)}, {_literal(value.offsets)})"
+        return f"d3s.SamplingMask({_literal(value.token_ids)}, {_literal(value.offsets)})"
     if not isinstance(value, torch.Tensor):
         return repr(value)
     plain = value.is_contiguous() and value.storage_offset() == 0
@@ -174,7 +171,7 @@ def _literal(value: Any) -> str:
         numbers = numbers.as_strided((size,), (1,), 0)
     if numbers.numel() > MOST_PRINTED:
         return "…"
-    text = f"torch.tensor({numbers.tolist()}, dtype={value.dtype})"
+    text = re.sub(r"\b(inf|nan)\b", r"torch.\1", f"torch.tensor({numbers.tolist()}, dtype={value.dtype})")
     if plain:
         text += "" if 0 not in value.shape else f".view({tuple(value.shape)})"
     else:

@@ -85,8 +85,9 @@ def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
     """Allows an error for each row: a share of the norm of the row's gradient, plus the rounding error that remains
     where terms of the gradient cancel.
     """
-    norm = exact.double().nan_to_num().norm(dim=-1)
-    limit: Tensor = rounding(arguments["logits"].dtype) * norm + 4e-6 * _incoming(arguments)
+    dtype = arguments["logits"].dtype
+    norm = exact.double().nan_to_num().norm(dim=-1) + torch.finfo(dtype).smallest_normal  # subnormals: constant steps
+    limit: Tensor = rounding(dtype) * norm + 4e-6 * _incoming(arguments)
     return limit.unsqueeze(-1)
 
 
