@@ -266,8 +266,9 @@ $(GPU_ENV)/.set-up:
 	@touch $@
 
 .PHONY: gpu-bundle gpu-rehearsal
-gpu-bundle: $(GPU_ENV)/.set-up  ## what travels to a lent GPU, in build/gpu/bundle, and how to start there; GPU_PYTHON=...
+gpu-bundle: $(GPU_ENV)/.set-up  ## what travels to a lent GPU, and how to start there; BEFORE=commit: also to be timed
 	$(GPU_ENV)/bin/python tools/gpu_bundle.py
+	$(if $(BEFORE),$(GPU_ENV)/bin/python tools/gpu_bundle.py before $(BEFORE))
 
 gpu-rehearsal: gpu-bundle  ## the minutes on a lent GPU, from what travels, on the CPU
 	$(GPU_ENV)/bin/python tools/gpu_bundle.py rehearse

@@ -6,6 +6,7 @@ python -m benchmarks.one_call --timeline sparse_head
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -43,6 +44,26 @@ def head_both_ways(sizes: Sizes) -> Callable[[], Any]:
     leaves, gradient = (hidden.requires_grad_(), weight.requires_grad_()), inputs.advantages(len(labels))
     options = {"logits_dtype": torch.bfloat16, "max_grad_rows": len(labels)}
     return lambda: torch.autograd.grad(d3s.linear_logprob_entropy(*leaves, labels, **options)[0], leaves, gradient)
+
+
+def few_gradients(sizes: Sizes) -> Callable[[], Any]:
+    """A tenth of the rows have a gradient, but the caller does not say so."""
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    gradient = inputs.advantages(len(labels)) * (torch.arange(len(labels), device=inputs.device) % 10 == 0)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    head = partial(d3s.linear_logprob_entropy, *leaves, labels, logits_dtype=torch.bfloat16)
+    return lambda: torch.autograd.grad(head()[0], leaves, gradient)
+
+
+def narrow_gradient(sizes: Sizes) -> Callable[[], Any]:
+    """A bfloat16 gradient over float32 logits, whose values change with each call; this changes no time."""
+    logits, labels = (
+        torch.randn(sizes.head_tokens, sizes.vocabulary, device=inputs.device),
+        inputs.lm_head(sizes, "narrow", torch.bfloat16)[2],
+    )
+    grads, statistics = (inputs.advantages(len(labels)),) * 2, (inputs.entropies(len(labels)),) * 3
+    op = torch.ops.d3s_kernels.logprob_entropy_backward_
+    return lambda: op(*grads, logits, labels, *statistics, 0, grad_dtype=torch.bfloat16)
 
 
 def sparse_head(sizes: Sizes, into: bool = True) -> Callable[[], Any]:
@@ -99,8 +120,20 @@ def importance_ratio(sizes: Sizes) -> Callable[[], Any]:
 
 
 def importance_ratio_groups(sizes: Sizes) -> Callable[[], Any]:
-    groups = d3s.entropy_groups(inputs.entropies(*sizes.batch), inputs.right_padded(*sizes.batch), (0.8,))
-    return _ratio(sizes, groups=groups, level="entropy_group")
+    return _ratio(sizes, groups=groups_of(sizes, 0.8), level="entropy_group")
+
+
+def importance_ratio_six_groups(sizes: Sizes) -> Callable[[], Any]:
+    return _ratio(sizes, groups=groups_of(sizes, 0.2, 0.4, 0.6, 0.8, 0.9), level="entropy_group")
+
+
+def groups_of(sizes: Sizes, *quantiles: float) -> torch.Tensor:
+    return d3s.entropy_groups(inputs.entropies(*sizes.batch), inputs.right_padded(*sizes.batch), quantiles)
+
+
+def adaptive_clip(sizes: Sizes) -> Callable[[], Any]:
+    entropy, groups = inputs.entropies(*sizes.batch), groups_of(sizes, 0.8)
+    return lambda: d3s.adaptive_clip(entropy, groups=groups, vocab_size=sizes.vocabulary)
 
 
 def trl_update(sizes: Sizes, name: str = "d3s_kernels") -> Callable[[], Any]:
@@ -117,9 +150,9 @@ def grpo_update(sizes: Sizes) -> Callable[[], Any]:
 OPS = {
     made.__name__: made
     for made in (
-        logprob_entropy, logprob_entropy_backward, head, head_both_ways, sparse_head, sparse_head_own, topk_mask,
-        topk_mask_segment, max_variance, max_variance_pool, compact, importance_ratio, importance_ratio_groups,
-        trl_update, grpo_update,
+        logprob_entropy, logprob_entropy_backward, narrow_gradient, head, head_both_ways, few_gradients, sparse_head,
+        sparse_head_own, topk_mask, topk_mask_segment, max_variance, max_variance_pool, compact, importance_ratio,
+        importance_ratio_groups, importance_ratio_six_groups, adaptive_clip, trl_update, grpo_update,
     )
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ THEN: tuple[tuple[str, float], ...] = (
     ("bench_head.py::test_head_few[wide", 30),
     ("bench_head.py::test_kept_logits[kept-wide", 25),
     ("bench_head.py::test_head_few[narrow", 25),
+    ("bench_before.py", 12),
     ("bench_logprob_entropy.py::test_narrow_gradient", 10),
     ("bench_ratios.py::test_groups", 5),
     ("bench_head.py::test_few_gradients[wide-bf16]", 20),

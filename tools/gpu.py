@@ -107,6 +107,12 @@ def benchmarks(name: str, seconds: float, *options: object) -> Part:
     return Part(name, seconds, command, tells=tells, lines=60)
 
 
+def training() -> Part:
+    rehearse = ("--rehearse",) if REHEARSAL else ()
+    command = (PYTHON, "-W", "ignore", "-m", "benchmarks.training_run", *rehearse)
+    return Part("training", 120, command, tells=r"^(same|WRONG|run)|Error", lines=20)
+
+
 def steps(call: str) -> list[list[Part]]:
     """The steps, which run one after another. Each step is a list of parts that run at the same time."""
     first = [
@@ -126,7 +132,7 @@ def steps(call: str) -> list[list[Part]]:
         ],
         [suites("triton", 80, WORKERS // 2, 5), suites("torch", 80, WORKERS // 2, 5)],
     ]
-    fast = [[benchmarks("benchmarks", 300, "--resume")], *profiles()]
+    fast = [[training()], [benchmarks("benchmarks", 300, "--resume")], *profiles()]
     return {"a": first + right, "b": fast, "all": first + right + fast}[call]
 
 
@@ -172,7 +178,7 @@ class Log:
 
 def environment() -> dict[str, str]:
     path = [ROOT, SITE, ROOT / "tests", ROOT / "tests" / "cuda", os.environ.get("PYTHONPATH")]
-    commit, caches = BUNDLE / "commit", WORK / "caches"
+    commit, before, caches = BUNDLE / "commit", BUNDLE / "before", WORK / "caches"
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
@@ -183,6 +189,7 @@ def environment() -> dict[str, str]:
         "D3S_TEST_SPREAD": "1",  # a free worker takes the next test
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise every worker starts a pool of compilers
         **({"D3S_COMMIT": commit.read_text().strip()} if commit.exists() else {}),
+        **({"D3S_BEFORE": str(before)} if before.exists() else {}),
     }
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Makes the bundle for a GPU machine that is lent for minutes, and rehearses those minutes without a GPU.
 
-    python3 tools/gpu_bundle.py            builds and downloads the bundle, into build/gpu/bundle
-    python3 tools/gpu_bundle.py rehearse   runs tools/gpu.py from the bundle, on the CPU, in 230 seconds or as given
+    python3 tools/gpu_bundle.py                builds and downloads the bundle, into build/gpu/bundle
+    python3 tools/gpu_bundle.py before COMMIT  adds the package of an earlier commit, to be timed beside this one
+    python3 tools/gpu_bundle.py rehearse       runs tools/gpu.py from the bundle, on the CPU, in 260 seconds or as given
 
 Both run in an environment like the GPU machine's environment: Python 3.12, torch 2.11.0 for CUDA 13 (`make gpu-bundle`
 and `make gpu-rehearsal` create it in build/gpu/env). The rehearsal fails if the harness has an error in some part, if a
@@ -65,19 +66,24 @@ def travelling() -> list[Path]:
 # ---- the bundle ------------------------------------------------------------------------------------------------------
 
 
-def bundle() -> None:
+def build(source: Path, made: Path, prefix: Path) -> None:
+    """Compiles the libraries of this source for the GPU and the CPU, and installs them under `prefix`."""
     tools = Path(sys.executable).parent
-    cmake, made = tools / "cmake", WORK / "cmake"
-    pybind11 = output(sys.executable, "-m", "pybind11", "--cmakedir")
+    cmake, pybind11 = tools / "cmake", output(sys.executable, "-m", "pybind11", "--cmakedir")
     call(
-        *(cmake, "-S", ROOT, "-B", made, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DD3S_CUDA=ON"),
+        *(cmake, "-S", source, "-B", made, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DD3S_CUDA=ON"),
         *(f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", f"-DCMAKE_CUDA_ARCHITECTURES={ARCHITECTURE}"),
         *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"),
         stdout=subprocess.DEVNULL,
     )
     call(cmake, "--build", made, stdout=subprocess.DEVNULL)
-    shutil.rmtree(BUNDLE / "libraries", ignore_errors=True)
-    call(cmake, "--install", made, "--prefix", BUNDLE / "libraries", "--strip", stdout=subprocess.DEVNULL)
+    shutil.rmtree(prefix, ignore_errors=True)
+    call(cmake, "--install", made, "--prefix", prefix, "--strip", stdout=subprocess.DEVNULL)
+
+
+def bundle() -> None:
+    shutil.rmtree(BUNDLE / "before", ignore_errors=True)
+    build(ROOT, WORK / "cmake", BUNDLE / "libraries")
     wheels = BUNDLE / "wheels"
     there = {"-".join(path.name.split("-")[:2]) for path in wheels.glob("*.whl")}
     if there != {name.replace("-", "_").replace("==", "-") for name in WHEELS}:
@@ -93,11 +99,27 @@ def bundle() -> None:
     say_size()
 
 
+def before(commit: str) -> None:
+    """Puts the package of an earlier commit into the bundle. benchmarks/bench_before.py times it."""
+    archive, source, there = (WORK / "before" / name for name in ("source.tar", "source", "package"))
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    call("git", "archive", "-o", archive, commit)
+    shutil.unpack_archive(archive, source)
+    build(source, WORK / "before" / "cmake", there)
+    shutil.copytree(source / "d3s_kernels", there / "d3s_kernels", dirs_exist_ok=True)
+    (there / "commit").write_text(output("git", "rev-parse", "--short", commit) + "\n")
+    there.replace(BUNDLE / "before")
+    lay_out()
+    say_size()
+
+
 def say_size() -> None:
     tree = sum(path.stat().st_size for path in travelling())
     parts = {path: path.stat().st_size for path in sorted(BUNDLE.rglob("*")) if path.is_file()}
     for path, size in parts.items():
-        print(f"{size:>12,}  {path.relative_to(ROOT)}")
+        if size > 50_000:
+            print(f"{size:>12,}  {path.relative_to(ROOT)}")
     everything = tree + sum(parts.values())
     print(f"{tree:>12,}  the checkout\n{everything:>12,}  in all; at most {MOST_BYTES:,}")
     assert everything <= MOST_BYTES, "the bundle is too large"
@@ -211,5 +233,5 @@ def limits_of_parts() -> dict[str, float]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rehearse"]:
-        sys.exit(rehearse(float(sys.argv[2]) if sys.argv[2:] else 230.0))
-    bundle()
+        sys.exit(rehearse(float(sys.argv[2]) if sys.argv[2:] else 260.0))
+    before(sys.argv[2]) if sys.argv[1:2] == ["before"] else bundle()
