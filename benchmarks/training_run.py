@@ -25,6 +25,7 @@ import contextlib
 import io
 import json
 import math
+import operator
 import os
 import statistics
 import sys
@@ -134,10 +135,11 @@ class Run:
         replay: list[Any] | None = None, resume: Path | None = None, **options: Any,
     ) -> None:  # fmt: skip
         arguments = (D3SConfig if issubclass(kind, D3STrainer) else GRPOConfig)(
-            output_dir=str(folder), max_steps=setting.steps, num_generations=GROUP, max_completion_length=setting.answer,
-            per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH,
-            learning_rate=1e-4, bf16=True, gradient_checkpointing=True, use_cpu=not setting.on_gpu, logging_steps=1,
-            report_to=[], disable_tqdm=True, generation_kwargs={"sequence_bias": [[[EOS], setting.end_bias]]},
+            output_dir=str(folder), max_steps=setting.steps, num_generations=GROUP,
+            max_completion_length=setting.answer, per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH, learning_rate=1e-4, bf16=True,
+            gradient_checkpointing=True, use_cpu=not setting.on_gpu, logging_steps=1, report_to=[], disable_tqdm=True,
+            generation_kwargs={"sequence_bias": [[[EOS], setting.end_bias]]},
             **{"save_strategy": "no"} | options,
         )  # fmt: skip
         prompts = [f"w{i} w{i + 1} w{i + 2}" for i in range(2, 200)]
@@ -186,7 +188,7 @@ def what_was_kept(run: Run) -> Iterator[str]:
     """
     for number, row in enumerate(run.rows, 1):
         kept = row["d3s/tokens_kept"]
-        right = row["d3s/rollout_share"] == 0.5 and 0 <= kept - 0.1 * kept / row["d3s/token_share"] < 1
+        right = row["d3s/rollout_share"] == 0.5 and -1e-6 < kept - 0.1 * kept / row["d3s/token_share"] < 1
         if not (right and math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf):
             yield f"WRONG: step {number}: {row}"
 
@@ -201,9 +203,8 @@ def resumed_where_it_was(whole: Run, resumed: Run) -> Iterator[str]:
         allowed = {"loss": LOSS, "grad_norm": NORM}.get(name, 0.0)
         verdict = "same" if abs(one - other) <= allowed * abs(one) else "WRONG"
         yield f"{verdict}: first step after the checkpoint, {name}: {other} where the whole run has {one}"
-    same = sum(
-        a["completions/mean_length"] == b["completions/mean_length"] for a, b in zip(rows, resumed.rows, strict=True)
-    )
+    lengths = [row["completions/mean_length"] for row in rows]
+    same = sum(map(operator.eq, lengths, resumed.of("completions/mean_length")))
     yield f"same: lengths of the answers in {same} of {len(rows)} resumed steps"
     for name in ("epoch", "learning_rate", "d3s/rollout_share_asked", "d3s/token_share_asked"):
         if (one := [row[name] for row in rows]) != (other := resumed.of(name)):
@@ -217,13 +218,22 @@ def counted_shares(setting: Setting, record: list[Any], folder: Path) -> dict[st
     config = folder / "config.json"
     config.write_text(json.dumps(setting.shape.config(0).to_dict()))
     words = f"{config} --prompts {PROMPTS} --group-size {GROUP} --micro-batch {MICRO_BATCH} --prompt-length 3"
-    choices = counted(options_of(f"{words} --lengths {lengths} --rollouts-kept 0.5 --token-share 0.1".split()))[
-        "choices"
-    ]
-    return {
-        ALL_TOKENS: choices["nothing dropped"]["update"],
-        DROPPED: choices["rollouts + tokens in the update"]["update"],
-    }
+    words += f" --lengths {lengths} --rollouts-kept 0.5 --token-share 0.1"
+    choices = counted(options_of(words.split()))["choices"]
+    names = {ALL_TOKENS: "nothing dropped", DROPPED: "rollouts + tokens in the update"}
+    return {run: choices[name]["update"] for run, name in names.items()}
+
+
+def times_and_rewards(runs: dict[str, Run], counts: dict[str, float], few: int) -> Iterator[str]:
+    """Says for each run how long a step took, and the mean reward of the first and the last few steps."""
+    for name, run in runs.items():
+        said = [f"run: {name}: {len(run.rows)} steps, {run.update:.3f} s each without generation"]
+        if name in counts:
+            said.append(f"{run.update / runs[GRPO].update:.2f}x of {GRPO}'s, counted {counts[name]:.2f}x")
+        if name != ALL_TOKENS:
+            said.append(f"{run.generation:.3f} s to generate")
+        first, last = (statistics.mean(part) for part in (run.of("reward")[:few], run.of("reward")[-few:]))
+        yield "; ".join([*said, f"reward {first:.3f}, at the end {last:.3f}"])
 
 
 def main() -> int:
@@ -231,11 +241,12 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true")
     setting = Setting(parser.parse_args().rehearse)
     record: list[Any] = []
-    said: list[str] = []
+    wrong = 0
 
     def say(lines: Iterable[str]) -> None:
+        nonlocal wrong
         for line in lines:
-            said.append(line)
+            wrong += line.startswith("WRONG")
             print(line, flush=True)
 
     with tempfile.TemporaryDirectory() as place:
@@ -243,23 +254,12 @@ def main() -> int:
         runs = {GRPO: Run(Clocked, setting, folder / "1", record=record, num_iterations=2)}
         runs[ALL_TOKENS] = Run(ClockedD3S, setting, folder / "2", replay=record, num_iterations=2, keep_all=True)
         say(differences(runs[GRPO], runs[ALL_TOKENS]))
-        saves = {"save_strategy": "steps", "save_steps": half, **KEPT}
-        runs[DROPPED] = Run(ClockedD3S, setting, folder / "3", **saves)
+        runs[DROPPED] = Run(ClockedD3S, setting, folder / "3", save_strategy="steps", save_steps=half, **KEPT)
         say(what_was_kept(runs[DROPPED]))
         runs[RESUMED] = Run(ClockedD3S, setting, folder / "4", resume=folder / "3" / f"checkpoint-{half}", **KEPT)
         say(resumed_where_it_was(runs[DROPPED], runs[RESUMED]))
-        counts = counted_shares(setting, record, folder)
-    for name, run in runs.items():
-        reward, few = run.of("reward"), setting.steps // 6
-        learnt = f"reward {statistics.mean(reward[:few]):.3f}, at the end {statistics.mean(reward[-few:]):.3f}"
-        time = f"{run.update:.3f} s a step" + (f" and {run.generation:.3f} s to generate" if name != ALL_TOKENS else "")
-        of = (
-            f"; {run.update / runs[GRPO].update:.2f}x of {GRPO}'s, {counts[name]:.2f}x counted"
-            if name in counts
-            else ""
-        )
-        print(f"run: {name}: {len(run.rows)} steps, {learnt}, {time}{of}", flush=True)
-    return int(any(line.startswith("WRONG") for line in said))
+        say(times_and_rewards(runs, counted_shares(setting, record, folder), setting.steps // 6))
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
