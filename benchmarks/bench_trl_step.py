@@ -62,14 +62,18 @@ def test_micro_batches(contest: Contest, sizes: Sizes, number: int, lengths: str
 
 
 def test_prefixes(contest: Contest, sizes: Sizes) -> None:
-    """NAT at half of the tokens, in eight micro-batches of equal work, compared with all tokens."""
+    """NAT at half of the tokens, in eight micro-batches of equal work, compared with all tokens; on a GPU, where it is
+    fast enough, also with `GRPOTrainer`.
+    """
     from .trl_step import OURS_PREFIXES, SHAPES, Step, shape_and_sizes
 
     model, sizes = shape_and_sizes(8, sizes)
+    peers = [GRPO] if inputs.contests_of == "cuda" else []
     contest(
         in_micro_batches(8, PREFIXES, RECORDED, "0.5B" if inputs.contests_of == "cuda" else DEEP_MODEL),
         rollouts(sizes, SHAPES[model].vocabulary or sizes.vocabulary),
         Step(OURS_PREFIXES, sizes, model, RECORDED),
+        peers={name: Step(name, sizes, model, RECORDED) for name in peers},
         yardsticks={ALL_TOKENS: Step(ALL_TOKENS, sizes, model, RECORDED)},
     )
 

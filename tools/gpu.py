@@ -140,7 +140,7 @@ def profiles() -> list[list[Part]]:
     """Profiles the ops of benchmarks/one_call.py that D3S_GPU_PROFILE names. torch's profiler shows the time in all
     kernels and on the host; ncu shows where the time goes in each of our kernels.
     """
-    ops = os.environ.get("D3S_GPU_PROFILE", "topk_mask max_variance_pool sparse_head").split()
+    ops = os.environ.get("D3S_GPU_PROFILE", "few_gradients narrow_gradient topk_mask").split()
     ours = ("--kernel-name-base", "demangled", "--kernel-name", "regex:d3s", "--profile-from-start", "off")
     ncu = ("ncu", "--clock-control", "none", "--set", "full", *ours, "--force-overwrite", "-o", WORK / "profile")
     one_call = (PYTHON, "-m", "benchmarks.one_call", *(("--device", "cpu", "--short") if REHEARSAL else ()))
