@@ -5,11 +5,18 @@ from __future__ import annotations
 import ast
 import html
 import re
+import runpy
 import subprocess
 import sys
+from inspect import isfunction
 from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import get_origin
 
 import pytest
+
+import d3s_kernels
+from d3s_kernels import distributed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import site_pages
@@ -49,6 +56,16 @@ def test_every_public_name_is_described(module: str) -> None:
     # A name that a module imports when it is first used is described where it is defined.
     described |= {re.sub(r"\.(async_\w+|distillation)\b", "", name) for name in described}
     assert not [name for name in public_names(module) if f"{module}.{name}" not in described]
+
+
+@pytest.mark.parametrize("module", [d3s_kernels, distributed])
+def test_types_in_signatures_lead_somewhere(module: ModuleType) -> None:
+    """A name for several types or strings has no description that it could lead to; `make docs` has to know it."""
+    is_elsewhere = runpy.run_path(str(ROOT / "docs/site/names.py"))["is_elsewhere"]
+    for name in public_names(module.__name__):
+        if isfunction(function := getattr(module, name)):
+            for word in re.findall(r"\w+", " ".join(map(str, function.__annotations__.values()))):
+                assert is_elsewhere(word) or get_origin(function.__globals__.get(word)) is None, f"{name}: {word}"
 
 
 def test_links() -> None:

@@ -8,7 +8,7 @@ import re
 ELSEWHERE = (
     r"(torch|collections|os|verl)\..*"
     r"|(.*\.)?(Placement|TokenScope|Shape|KeptOrAll|TokenRule|RolloutRule|Scope|Scale|LabelOutside|Group|Array)"
-    r"|(.*\.)?(TrustRule|OffPolicyRule|HeadArguments)"
+    r"|(.*\.)?(TrustRule|OffPolicyRule|HeadArguments|LogitsDtype)"
 )
 PREFIXED = re.compile(r"\bd3s(?:_kernels)?\.([\w.]+)")
 
