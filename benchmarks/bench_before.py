@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from . import inputs
-from .apart import ROOT, Apart, InTurns
+from .apart import ROOT, Apart, ClockApart
 from .harness import Contest
 
 FOLDER = Path(os.environ.get("D3S_BEFORE", "nowhere"))
@@ -30,6 +30,6 @@ def versions(request: pytest.FixtureRequest) -> Iterator[dict[str, Apart]]:
 def test_before(contest: Contest, versions: dict[str, Apart], op: str) -> None:
     for version in versions.values():
         version.ask("op", op)
-    contest.clock = InTurns(contest.clock)
+    contest.clock = ClockApart()
     (_, now), (commit, before) = versions.items()
     contest(f"{op}, beside {commit}", "as in one_call.py", now, yardsticks={commit: before}, with_range=True)

@@ -57,10 +57,8 @@ def few_gradients(sizes: Sizes) -> Callable[[], Any]:
 
 def narrow_gradient(sizes: Sizes) -> Callable[[], Any]:
     """A bfloat16 gradient over float32 logits, whose values change with each call; this changes no time."""
-    logits, labels = (
-        torch.randn(sizes.head_tokens, sizes.vocabulary, device=inputs.device),
-        inputs.lm_head(sizes, "narrow", torch.bfloat16)[2],
-    )
+    logits = torch.randn(sizes.head_tokens, sizes.vocabulary, device=inputs.device)
+    labels = torch.randint(sizes.vocabulary, (len(logits),), device=inputs.device)
     grads, statistics = (inputs.advantages(len(labels)),) * 2, (inputs.entropies(len(labels)),) * 3
     op = torch.ops.d3s_kernels.logprob_entropy_backward_
     return lambda: op(*grads, logits, labels, *statistics, 0, grad_dtype=torch.bfloat16)
@@ -119,20 +117,20 @@ def importance_ratio(sizes: Sizes) -> Callable[[], Any]:
     return _ratio(sizes, mask=inputs.right_padded(*sizes.batch), level="sequence")
 
 
-def importance_ratio_groups(sizes: Sizes) -> Callable[[], Any]:
-    return _ratio(sizes, groups=groups_of(sizes, 0.8), level="entropy_group")
-
-
-def importance_ratio_six_groups(sizes: Sizes) -> Callable[[], Any]:
-    return _ratio(sizes, groups=groups_of(sizes, 0.2, 0.4, 0.6, 0.8, 0.9), level="entropy_group")
-
-
-def groups_of(sizes: Sizes, *quantiles: float) -> torch.Tensor:
+def _groups(sizes: Sizes, *quantiles: float) -> torch.Tensor:
     return d3s.entropy_groups(inputs.entropies(*sizes.batch), inputs.right_padded(*sizes.batch), quantiles)
 
 
+def importance_ratio_groups(sizes: Sizes) -> Callable[[], Any]:
+    return _ratio(sizes, groups=_groups(sizes, 0.8), level="entropy_group")
+
+
+def importance_ratio_six_groups(sizes: Sizes) -> Callable[[], Any]:
+    return _ratio(sizes, groups=_groups(sizes, 0.2, 0.4, 0.6, 0.8, 0.9), level="entropy_group")
+
+
 def adaptive_clip(sizes: Sizes) -> Callable[[], Any]:
-    entropy, groups = inputs.entropies(*sizes.batch), groups_of(sizes, 0.8)
+    entropy, groups = inputs.entropies(*sizes.batch), _groups(sizes, 0.8)
     return lambda: d3s.adaptive_clip(entropy, groups=groups, vocab_size=sizes.vocabulary)
 
 
