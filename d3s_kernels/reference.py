@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ def linear_logprob_entropy(
     mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: torch.dtype | Literal["auto"] = torch.float32,
     workspace_bytes: int | None = None,
     keep_logits_bytes: int | None = None,
     sampling_mask: SamplingMask | None = None,
@@ -220,7 +220,7 @@ def linear_token_logprobs(
     mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: torch.dtype | Literal["auto"] = torch.float32,
     workspace_bytes: int | None = None,
     keep_logits_bytes: int | None = None,
 ) -> TokenLogprobs:
@@ -278,7 +278,7 @@ def linear_topk_logprobs(
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     max_rows: int | None = None,
-    logits_dtype: torch.dtype = torch.float32,
+    logits_dtype: torch.dtype | Literal["auto"] = torch.float32,
     workspace_bytes: int | None = None,
 ) -> TopkLogprobs:
     """Returns topk_logprobs of the logits hidden @ weight.T + bias. If more rows are kept than max_rows, all ids are

@@ -115,7 +115,7 @@ def check(op: str, *arguments: Any) -> None:
 # ---- the ops that other packages call --------------------------------------------------------------------------------
 
 # The schemas in csrc/ops/*.cpp say what an op takes and returns. The LM head calls the ops of its inner loops without
-# these functions. The functions of the ops that over_supports.py and _lm_head/op.py declare are in those files.
+# these functions. The functions of the ops that over_supports.py and _lm_head declare are in those files.
 
 logprob_entropy = function_of("logprob_entropy")
 

@@ -1,7 +1,7 @@
 """Registers with torch, for each op: the shapes of its results, its gradient, and the layouts that it refuses.
 
 The functions for the shapes (fakes) are next to the kernels in ``_torch``. They do not check the arguments. The ops
-that are written in Python are declared in ``over_supports`` and ``_lm_head/op.py``.
+that are written in Python are declared in ``over_supports`` and in ``_lm_head``.
 """
 
 from __future__ import annotations

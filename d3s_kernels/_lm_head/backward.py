@@ -1,5 +1,5 @@
-"""The backward of the LM head. It recomputes each tile of logits, overwrites the tile with its gradient, and multiplies
-the gradient with the weight and with the hidden states.
+"""The backward of the LM head. It recomputes each tile of logits that was not kept, writes the tile's gradient, and
+multiplies the gradient with the weight and with the hidden states.
 
 Rows whose gradient is 0 are skipped. If the vocabulary is sharded, each rank works on its own shard, and the ranks sum
 their gradients of the hidden states.

@@ -1,4 +1,5 @@
-"""The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states, and drops the tile.
+"""The forward of the LM head. It merges one tile of logits at a time into the rows' softmax states. Then it drops the
+tile, unless the tile is kept for the backward.
 
 A row's result is bitwise equal to the result of an op on all logits of the row. For a row with a support, only the
 logits of the support are computed. A host sync occurs only if the host needs a number of rows for which the caller
@@ -27,7 +28,8 @@ _op = torch.ops.d3s_kernels
 
 class HostNumber:
     """An asynchronous copy of one integer, or of a tensor of integers, to the host. ``value`` waits for the work that
-    was started before the copy, and for no work that was started later.
+    was started before the copy, and for no work that was started later. On devices other than CUDA's, ``value`` makes
+    the copy, and waits for all work.
     """
 
     def __init__(self, number: Tensor) -> None:

@@ -1,8 +1,9 @@
 """The arguments of the LM head's ops as one object, and their checks. The vocabulary may be whole or a shard.
 
 A public function calls :func:`checked_problem`, which returns a complete :class:`HeadProblem`. On the way to
-``forward`` and ``backward``, no argument is added, and only ``max_grad_rows`` may be replaced. An op has to take
-tensors and numbers, so ``op.py`` converts the problem to the op's arguments, and these arguments back to the problem.
+``forward`` and ``backward``, no argument is added, and only ``max_grad_rows``, ``keep_logits_bytes`` and the backward's
+``labels`` may be replaced. An op has to take tensors and numbers, so ``op.py`` converts the problem to the op's
+arguments, and these arguments back to the problem.
 """
 
 from __future__ import annotations

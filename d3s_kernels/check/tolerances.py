@@ -113,7 +113,8 @@ def of_head(name: str) -> Allowed:
         hidden, weight = (arguments[part].detach() for part in ("hidden", "weight"))
         bias = None if arguments.get("bias") is None else arguments["bias"].detach()
         shift = 2**-21 * reference._head_logits(hidden.abs(), weight.abs(), None if bias is None else bias.abs(), None)
-        if (dtype := arguments.get("logits_dtype") or torch.float32) != torch.float32:
+        dtype = arguments.get("logits_dtype") or torch.float32
+        if (dtype := hidden.dtype if dtype == "auto" else dtype) != torch.float32:
             shift = shift + 8 * torch.finfo(dtype).eps * reference._head_logits(hidden, weight, bias, None).abs()
         shift = shift.nan_to_num(posinf=0).amax(-1) / _temperature(arguments)
         if name in ("logprob", "logprobs", "tail_logprob"):

@@ -168,9 +168,9 @@ def vocab_parallel_linear_logprob_entropy(
     """Computes :func:`d3s_kernels.linear_logprob_entropy` for an LM head whose vocabulary is sharded across a group's
     ranks.
 
-    Each rank has some rows of the weight, and all ranks have the same hidden states. The logits are never stored as a
-    whole. The forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for each rank and each row
-    that ``mask`` keeps.
+    Each rank has some rows of the weight, and all ranks have the same hidden states. No rank ever has logits of the
+    whole vocabulary; with ``keep_logits_bytes``, it keeps logits of its shard. The forward communicates as
+    :func:`vocab_parallel_logprob_entropy` does: 16 bytes for each rank and each row that ``mask`` keeps.
 
     **Backward.** Each rank computes the gradients of its own weight and bias. The gradient of ``hidden`` is a sum over
     the shards. The ranks first exchange one byte for each row, to agree on the rows that have a gradient. Then they

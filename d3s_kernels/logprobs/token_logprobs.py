@@ -85,11 +85,11 @@ def linear_token_logprobs(
     keep_logits_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
 ) -> TokenLogprobs:
-    """Returns :func:`token_logprobs` of ``hidden @ weight.T + bias``, without ever holding all logits in memory.
+    """Returns :func:`token_logprobs` of ``hidden @ weight.T + bias``. By default, it never holds all logits in memory.
 
     The forward and the backward are those of :func:`d3s_kernels.linear_logprob_entropy`, with the same arguments: the
-    backward recomputes logits only for rows with an incoming gradient. Beside the results and the workspace, the
-    forward holds K + 5 float32 values for each row.
+    backward recomputes logits only for rows with an incoming gradient. Beside the results, the workspace and the logits
+    that ``keep_logits_bytes`` allows, the forward holds K + 5 float32 values for each row.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.

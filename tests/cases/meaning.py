@@ -85,6 +85,8 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(given) | {name.removesuffix("_tensor"): value for name, value in tensors.items()}
     if "scope" in takes and "pooled" in given:
         merged["scope"] = "batch" if given["pooled"] else "group" if name == "select_rollouts" else "sequence"
+    if "logits_dtype" in given and given["logits_dtype"] == given["hidden"].dtype:
+        merged["logits_dtype"] = "auto"
     if "low" in given:
         merged["log_bounds"] = (given["low"], given["high"])
     if given.get("support_ids") is not None:
