@@ -105,9 +105,8 @@ def test_under_address_sanitizer(sanitized: Path) -> None:
     """All tests except the grids of 70,000 blocks, which take a minute each."""
     run_emulated(
         sanitized,
-        str(TESTS / "cuda_shim" / "kernels.py"),
-        "-k",
-        "not a_grid_is_wide",
+        *(str(TESTS / "cuda_shim" / "kernels.py"), "-k", "not a_grid_is_wide"),
+        *("-n", "2"),  # nothing else runs beside this test
         # Python and torch are not sanitized, so the sanitizers' libraries have to be loaded first.
         LD_PRELOAD=" ".join(runtime(name) for name in ("libasan.so", "libubsan.so")),
         ASAN_OPTIONS="detect_leaks=0",
