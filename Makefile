@@ -331,7 +331,7 @@ SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-f
 # The absolute path of the environment's programs: CMake stores it. It is quoted, as a clone's path may have spaces.
 HERE = $$(cd '$(BIN)' && pwd)
 
-sanitize: library $(VENV)/.with-test  ## every op and the CUDA kernels under AddressSanitizer and UBSan
+sanitize: library $(VENV)/.with-test  ## every op and the CUDA kernels under AddressSanitizer and UBSan; threads in any order
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DD3S_SANITIZE=ON -DD3S_CPP_TESTS=ON \
 	  -DCMAKE_MAKE_PROGRAM="$(HERE)/ninja" -DPython_EXECUTABLE="$(HERE)/python" \
 	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > build/sanitize.log
@@ -340,7 +340,7 @@ sanitize: library $(VENV)/.with-test  ## every op and the CUDA kernels under Add
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" \
 	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize
-	D3S_TEST_ALL=1 $(BIN)/python -m pytest tests/test_cuda_emulated.py -k "sanitize"
+	D3S_TEST_ALL=1 $(BIN)/python -m pytest tests/test_cuda_emulated.py -k "sanitize or only_the_cuda"
 
 # The wheel, as users get it, is built against this environment's torch and tested under the oldest and the newest
 # torch, each with its own Triton. Each environment takes some GB and is downloaded once. Tests that inspect or emulate

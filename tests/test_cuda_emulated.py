@@ -93,23 +93,26 @@ def test_the_table_and_the_edges_of_the_ops(suite: tuple[str, ...], plain: Path,
     record_property(*layer("the ops on the CUDA kernels, emulated", printed))
 
 
+# At full strength, these tests take minutes, so two processes share them.
+KERNELS = (str(TESTS / "cuda_shim" / "kernels.py"), *(("-n", "2") if EVERYTHING else ()))
+
+
 def test_what_only_the_cuda_kernels_have(plain: Path, tmp_path: Path, record_property: Callable) -> None:
     torch.save(ratio_results(), tmp_path / "ratios.pt")  # of the CPU's kernels, for a test of equal bits
-    kernels = str(TESTS / "cuda_shim" / "kernels.py")
-    printed = run_emulated(plain, kernels, D3S_RATIOS_OF_CPU=str(tmp_path / "ratios.pt"))
+    printed = run_emulated(plain, *KERNELS, D3S_RATIOS_OF_CPU=str(tmp_path / "ratios.pt"), D3S_TEST_SPREAD="1")
     record_property(*layer("what only the CUDA kernels have, emulated", printed))
 
 
 @pytest.mark.slow("that no kernel reads or writes out of bounds; `make sanitize` runs it too")
 def test_under_address_sanitizer(sanitized: Path) -> None:
-    """All tests except the grids of 70,000 blocks, which take a minute each."""
+    """All tests except the grids of 70,000 blocks and the thousand orders, which take minutes here."""
     run_emulated(
         sanitized,
-        *(str(TESTS / "cuda_shim" / "kernels.py"), "-k", "not a_grid_is_wide"),
-        *("-n", "2"),  # nothing else runs beside this test
+        *(*KERNELS, "-k", "not a_grid_is_wide and not thousand_orders"),
         # Python and torch are not sanitized, so the sanitizers' libraries have to be loaded first.
         LD_PRELOAD=" ".join(runtime(name) for name in ("libasan.so", "libubsan.so")),
         ASAN_OPTIONS="detect_leaks=0",
+        D3S_TEST_SPREAD="1",
     )
 
 
