@@ -79,7 +79,9 @@ def public(name: str) -> Callable[..., Any]:
 
 
 def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """An op's arguments as those of the public function ``name``, where ``ratio`` and ``ratio_tensor`` are one."""
+    """An op's arguments as those of the public function ``name``, where ``ratio`` and ``ratio_tensor`` are one, and the
+    dtype of the LM head's products is "auto".
+    """
     takes = inspect.signature(getattr(reference, name)).parameters
     tensors = {name: value for name, value in given.items() if name.endswith("_tensor") and value is not None}
     merged = dict(given) | {name.removesuffix("_tensor"): value for name, value in tensors.items()}
