@@ -110,7 +110,6 @@ def before(commit: str) -> None:
     shutil.copytree(source / "d3s_kernels", there / "d3s_kernels", dirs_exist_ok=True)
     (there / "commit").write_text(output("git", "rev-parse", "--short", commit) + "\n")
     there.replace(BUNDLE / "before")
-    lay_out()
     say_size()
 
 
@@ -234,4 +233,7 @@ def limits_of_parts() -> dict[str, float]:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rehearse"]:
         sys.exit(rehearse(float(sys.argv[2]) if sys.argv[2:] else 420.0))
-    before(sys.argv[2]) if sys.argv[1:2] == ["before"] else bundle()
+    elif sys.argv[1:2] == ["before"]:
+        before(sys.argv[2])
+    else:
+        bundle()
